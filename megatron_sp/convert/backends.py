@@ -92,13 +92,13 @@ class Ours:
             if is_expert_bias(name):  # never rounded
                 setattr(net.get_submodule(owner), leaf, stored.to(cast(torch.zeros((), dtype=torch.float32)).dtype))
                 continue
-            found = cast(stored)
+            weight = cast(stored)
             parameter = net.get_parameter(name)
             if parameter.shape != specs[name].shape:  # padding rows of the vocabulary
-                padded = torch.zeros(parameter.shape, dtype=found.dtype)
-                padded[: len(found)] = found
-                found = padded
-            setattr(net.get_submodule(owner), leaf, nn.Parameter(found, requires_grad=False))
+                padded = torch.zeros(parameter.shape, dtype=weight.dtype)
+                padded[: len(weight)] = weight
+                weight = padded
+            setattr(net.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
 
 
 def _forget(net: nn.Module, names: Iterable[str]) -> None:
@@ -167,12 +167,12 @@ class Transformers:
             more = {"token_type_ids": rows.types, "attention_mask": inside.long()}
         try:
             with torch.no_grad():
-                found = net(input_ids=rows.tokens, **more)
+                outputs = net(input_ids=rows.tokens, **more)
         except Exception as error:  # of many types: config.json asks for something that this version does not compute
             raise CheckpointError(f"{self.label} cannot compute {self.folder}: {_short(error)}") from None
         yield "embedding", seen[0]
         yield from ((f"layer {i}", hidden) for i, hidden in enumerate(seen[1:]))
-        yield from _their_outputs(self.cls, found)
+        yield from _their_outputs(self.cls, outputs)
 
     def _load(self, cast: Cast) -> Any:
         dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
@@ -255,10 +255,10 @@ def backend_of(format_name: str, path: Path, read: Model, options: Options, tell
             folder = find(path, options.step).path if is_deepspeed else iteration_folder(path, options.step)
             assert folder is not None, "it was read"
             known = (options.qkv_layout, read.config.vocab_size or 0, options.given, options.max_metadata_mb)
-            found = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared
+            model = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared
             # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks
             # compute with
-            return Reference(lambda cast: reference.open_folder(folder, cast, *known), found.dtype)
+            return Reference(lambda cast: reference.open_folder(folder, cast, *known), model.dtype)
         except reference.Unsupported as error:
             why = str(error)
     tell(f"note: {path} is computed by megatron_sp on what it has read itself, without an independent reference: {why}")
@@ -270,9 +270,9 @@ def _without_transformers(path: Path, read: Model) -> str:
         return "transformers is asked to read safetensors alone"
     if not availability.installed("transformers").available:
         return "transformers is not installed (pip install transformers)"
-    needed, there = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), _available_bytes()
-    if there is not None and needed > 0.6 * there:
-        return f"transformers would take {needed / 2**30:.1f} of the {there / 2**30:.1f} GiB that are free"
+    needed, available = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), _available_bytes()
+    if available is not None and needed > 0.6 * available:
+        return f"transformers would take {needed / 2**30:.1f} of the {available / 2**30:.1f} GiB that are free"
     return ""
 
 

@@ -114,17 +114,19 @@ def _run(args: argparse.Namespace) -> int:
 
 def _about_widening(model: Model, options: Options, args: argparse.Namespace) -> str:
     # 16-bit weights do not become more exact in float32
-    there = model.store.tensors()
-    narrow = {info.dtype for name, info in there.items() if not name.startswith(OPTIMIZER) and info.dtype.itemsize == 2}
+    tensors = model.store.tensors()
+    narrow = {
+        info.dtype for name, info in tensors.items() if not name.startswith(OPTIMIZER) and info.dtype.itemsize == 2
+    }
     if options.dtype != torch.float32 or not narrow:
         return ""
-    said = (f"the weights are in {str(narrow.pop()).removeprefix('torch.')}, and float32 has the same numbers in more"
+    note = (f"the weights are in {str(narrow.pop()).removeprefix('torch.')}, and float32 has the same numbers in more"
             " bytes")  # fmt: skip
-    if any(name.startswith(f"{OPTIMIZER}master.") for name in there):
+    if any(name.startswith(f"{OPTIMIZER}master.") for name in tensors):
         step = "" if args.step is None else f"/checkpoints/step-{args.step:06d}"
-        said += ("; the optimizer's master copies have more of them: megatron-sp ckpt merge --weights-only --dtype fp32"
+        note += ("; the optimizer's master copies have more of them: megatron-sp ckpt merge --weights-only --dtype fp32"
                  f" {args.input}{step} --output DIR makes a run of these, to be converted instead")  # fmt: skip
-    return said
+    return note
 
 
 def _export(model: ForeignModel, args: argparse.Namespace, options: Options) -> int:
@@ -245,7 +247,7 @@ def convert(
     require_absent(output)
     options.output = output.absolute()
     needed = int(_SPACE_FACTOR * target.size(model, options))
-    made = [folder for folder in output.absolute().parents if not folder.exists()]  # deepest first
+    new_folders = [folder for folder in output.absolute().parents if not folder.exists()]  # deepest first
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if (free := free_bytes(output.parent)) < needed:
@@ -273,7 +275,7 @@ def convert(
     finally:
         if not output.exists():
             with suppress(OSError):  # another program has put something there in the meantime
-                for folder in made:
+                for folder in new_folders:
                     folder.rmdir()
 
 

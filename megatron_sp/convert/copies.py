@@ -154,16 +154,16 @@ def assemble(
     if len(parts) == 1 and parts[0][0].is_whole and parts[0][1].is_whole:
         found = read(parts[0][1].name)
         return found if found.dtype == dtype else found.to(dtype)
-    made = empty(torch.Size(shape), dtype=dtype, device=torch.device("cpu")).zero_()
+    result = empty(torch.Size(shape), dtype=dtype, device=torch.device("cpu")).zero_()
     by_source: dict[str, list[tuple[View, View]]] = defaultdict(list)
     for to, source in parts:
         by_source[source.name].append((to, source))
     for name, group in by_source.items():
         tensor = read(name)
         for to, source in group:
-            to.of(made).copy_(source.of(tensor))
+            to.of(result).copy_(source.of(tensor))
         del tensor
-    return made
+    return result
 
 
 class Gathered:
@@ -184,16 +184,18 @@ class Gathered:
     def read(self, name: str) -> Tensor:
         """Read a tensor into CPU memory and compare its replicas."""
         info, copies = self._tensors[name], self._parts[name]
-        made = assemble(info.shape, info.dtype, [(c.ours, c.theirs) for c in copies if not c.replica], self._store.read)
+        gathered = assemble(
+            info.shape, info.dtype, [(c.ours, c.theirs) for c in copies if not c.replica], self._store.read
+        )
         for copy in copies:
             if not copy.replica:
                 continue
             replica = copy.theirs.of(self._store.read(copy.theirs.name))
-            if not is_same(copy.ours.of(made).to(replica.dtype), replica):
+            if not is_same(copy.ours.of(gathered).to(replica.dtype), replica):
                 raise CheckpointError(f"{copy.theirs.name} must be the same on every rank that holds it, and differs"
                                       " from that of another: the ranks of this checkpoint have drifted apart, or its"
                                       " files are of different steps")  # fmt: skip
-        return made
+        return gathered
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
@@ -252,7 +254,7 @@ class Scattered:
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype that represents the numbers of all; fp32 for fp16 with bf16, and for none."""
-    found: torch.dtype | None = None
+    common: torch.dtype | None = None
     for dtype in dtypes:
-        found = dtype if found is None else torch.promote_types(found, dtype)
-    return torch.float32 if found is None else found
+        common = dtype if common is None else torch.promote_types(common, dtype)
+    return torch.float32 if common is None else common

@@ -62,9 +62,9 @@ class ForeignModel:
         return sum(info.num_bytes for info in self._tensors.values())
 
     def write(self, model: object, path: Path, options: Options, progress: Progress) -> None:
-        made = self._made()
-        buffers = {name for name, _ in made.named_buffers()} & set(made.state_dict())
-        wanted = {name for name, _ in made.named_parameters()} | buffers
+        net = self._built()
+        buffers = {name for name, _ in net.named_buffers()} & set(net.state_dict())
+        wanted = {name for name, _ in net.named_parameters()} | buffers
         if wanted != set(self._tensors):
             missing, extra = sorted(wanted - set(self._tensors)), sorted(set(self._tensors) - wanted)
             raise CheckpointError(f"{self._reader.step_dir} does not hold the tensors of a {self._class}: missing"
@@ -72,15 +72,15 @@ class ForeignModel:
         state = {}
         for name, info in self._tensors.items():
             tensor = self._reader.read(name)
-            narrow = tensor.is_floating_point() and options.dtype is not None and name not in self._kept(made)
+            narrow = tensor.is_floating_point() and options.dtype is not None and name not in self._kept(net)
             state[name] = tensor.to(options.dtype) if narrow else tensor
             progress(info.num_bytes)
-        made.load_state_dict(state, strict=False, assign=True)
-        made.tie_weights()
-        made.save_pretrained(path, max_shard_size=options.max_shard_bytes)
+        net.load_state_dict(state, strict=False, assign=True)
+        net.tie_weights()
+        net.save_pretrained(path, max_shard_size=options.max_shard_bytes)
         copy_files(self._tokenizer, path)
 
-    def _made(self) -> Any:
+    def _built(self) -> Any:
         try:
             library = availability.load("transformers")
         except RuntimeError as error:

@@ -140,15 +140,15 @@ def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tup
     with_experts = set(config.expert_layers(layers))
     kinds = {layer in with_experts for layer in range(layers)}
     of_kind = {has_experts: _shapes_of_one(config, num_classes, has_experts) for has_experts in kinds}
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     prefix, around, _ = next(iter(of_kind.values()))
     for name, shape in around.items():
         if name is not None:
-            found[name] = shape
+            shapes[name] = shape
             continue
         for layer in range(layers):
-            found |= {f"{prefix}{layer}.{rest}": shape for rest, shape in of_kind[layer in with_experts][2].items()}
-    return found
+            shapes |= {f"{prefix}{layer}.{rest}": shape for rest, shape in of_kind[layer in with_experts][2].items()}
+    return shapes
 
 
 def _shapes_of_one(
@@ -214,13 +214,13 @@ def match_tensors(
         shown: names used in the files, for messages and fates.
     """
     shown = shown or {}
-    there, needed = store.tensors(), correspondence.theirs
-    unknown = [name for name in there if name not in needed]
-    missing = [name for name in needed if name not in there]
+    stored, needed = store.tensors(), correspondence.theirs
+    unknown = [name for name in stored if name not in needed]
+    missing = [name for name in needed if name not in stored]
     problems = [(name, " is missing", unknown) for name in missing]
     for name, shape in needed.items():
-        if name in there and there[name].shape != shape:
-            problems.append((name, f" is {list(there[name].shape)}, {list(shape)} is expected", []))
+        if name in stored and stored[name].shape != shape:
+            problems.append((name, f" is {list(stored[name].shape)}, {list(shape)} is expected", []))
     fates = []
     for ours, theirs, is_replica in correspondence.copies:
         fates.append(Fate(shown.get(theirs.name, theirs.name), ours.name, "compared only" if is_replica else ""))

@@ -22,7 +22,7 @@ class Overrides(dict[str, Any]):
     @classmethod
     def parse(cls, words: Iterable[str]) -> Overrides:
         """Parse the NAME=VALUE words of the command line."""
-        found, kinds = cls(), field_kinds(ModelConfig)
+        overrides, kinds = cls(), field_kinds(ModelConfig)
         for word in words:
             name, _, text = word.partition("=")
             field = name.strip().lstrip("-").replace("-", "_")
@@ -30,10 +30,10 @@ class Overrides(dict[str, Any]):
                 raise ConfigError(f"--set {word[:100]}: it must be NAME=VALUE with a setting of the"
                                   f" model{nearest(field, kinds)}")  # fmt: skip
             try:
-                found[field] = kinds[field].parse(text.split())
+                overrides[field] = kinds[field].parse(text.split())
             except ValueError as error:
                 raise ConfigError(f"--set {word[:100]}: {error}") from None
-        return found
+        return overrides
 
     def count(self, name: str, default: int | None) -> int | None:
         """Return a setting that must be at least 1, or the default."""

@@ -106,24 +106,24 @@ _SAYS_MORE = NAMES[2:5]  # they complete a file that is given alone
 def find_files(path: Path) -> dict[str, Path]:
     """Return the files of a tokenizer in a folder, or a single file, by the names that they must have."""
     if path.is_dir():
-        found = {name: path / name for name in NAMES if (path / name).exists() or (path / name).is_symlink()}
+        files = {name: path / name for name in NAMES if (path / name).exists() or (path / name).is_symlink()}
     elif path.suffix in (".model", ".json", ".txt"):
-        found = {{".model": "tokenizer.model", ".json": "tokenizer.json", ".txt": "vocab.txt"}[path.suffix]: path}
-        found |= {name: path.with_name(name) for name in _SAYS_MORE if path.with_name(name).is_file()}
+        files = {{".model": "tokenizer.model", ".json": "tokenizer.json", ".txt": "vocab.txt"}[path.suffix]: path}
+        files |= {name: path.with_name(name) for name in _SAYS_MORE if path.with_name(name).is_file()}
     else:
         raise CheckpointError(f"{path} is not a tokenizer: give its folder, or a tokenizer.json, a SentencePiece .model"
                               " or a vocab.txt")  # fmt: skip
-    _check(found)
-    return found
+    _check(files)
+    return files
 
 
 def find_named(paths: list[Path]) -> dict[str, Path]:
     """Return the files of a training's tokenizer: a file, a folder, or GPT-2's two files with any names."""
     if len(paths) < 2:
         return find_files(paths[0]) if paths else {}
-    found = {"merges.txt" if path.suffix == ".txt" else "vocab.json": path for path in paths}
-    _check(found)
-    return found
+    files = {"merges.txt" if path.suffix == ".txt" else "vocab.json": path for path in paths}
+    _check(files)
+    return files
 
 
 def _check(found: dict[str, Path]) -> None:
@@ -201,15 +201,15 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
         return words
     if tokenizer.bos is not None:
         words["bos_token"] = tokenizer.piece(tokenizer.bos)
-    if (made := library_tokenizer(tokenizer)) is not None:
+    if (library := library_tokenizer(tokenizer)) is not None:
         if tokenizer.begin:
             from tokenizers import processors
 
             pieces = [(tokenizer.piece(token), token) for token in tokenizer.begin]  # before a text
             single = [*(piece for piece, _ in pieces), "$A"]
             template = processors.TemplateProcessing(single=single, special_tokens=pieces)
-            made.post_processor = template
-        write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
+            library.post_processor = template
+        write_synced(folder / FILE, (library.to_str(pretty=True) + "\n").encode("utf-8"))
         return {**words, "split_special_tokens": True}  # a special token that is spelled out in a text is plain text
     if model_type in _NOT_BY_SENTENCEPIECE:
         return f"{_NO_JSON}, and of a {model_type} it reads nothing else: {_USE_PACKAGE}"

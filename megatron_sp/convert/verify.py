@@ -174,10 +174,10 @@ def _samples(before: Model, after: Model, text: str | None, tell: Tell) -> list[
         beyond = 0
     longest = min(positions, max(_LENGTHS[0], beyond))
     limits = _Limits(min(c.vocab_size or 1 for c in configs), positions, longest)
-    found = [("random tokens", _random_rows(limits, before))]
+    samples = [("random tokens", _random_rows(limits, before))]
     if (ids := _text_ids(before, after, limits, text, tell)) is not None:
-        found.append(("text", _rows(ids, before)))
-    return found
+        samples.append(("text", _rows(ids, before)))
+    return samples
 
 
 def _random_rows(limits: _Limits, model: Model) -> Rows:
@@ -190,10 +190,10 @@ def _rows(ids: list[list[int]], model: Model) -> Rows:
     """Right-pad the sequences with token 0; for BERT the second half of each belongs to the second segment."""
     lengths = [len(row) for row in ids]
     tokens, types = torch.zeros(2, len(ids), max(lengths), dtype=torch.int64)
-    for row, found in enumerate(ids):
-        tokens[row, : len(found)] = torch.tensor(found)
+    for row, sequence in enumerate(ids):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
         if model.config.is_bert and model.config.token_types > 1:
-            types[row, (len(found) + 1) // 2 : len(found)] = 1
+            types[row, (len(sequence) + 1) // 2 : len(sequence)] = 1
     return Rows(tokens, lengths, types)
 
 

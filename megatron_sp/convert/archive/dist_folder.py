@@ -170,17 +170,17 @@ class DistFolder:
             dtype = state[0] if isinstance(state, tuple) and state else properties.attributes.get("dtype")
         if not (_are_counts(shape) and isinstance(chunks, list) and isinstance(dtype, torch.dtype)):
             raise self._damaged(f"{name[:200]!r} is a tensor without shape, dtype or chunks")
-        found = []
+        stored = []
         for chunk in chunks:
             attributes = chunk.attributes if isinstance(chunk, Object) else {}
             offsets, sizes = attributes.get("offsets"), attributes.get("sizes")
             if not (_are_counts(offsets) and _are_counts(sizes)):
                 raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")
             if math.prod(sizes):  # an empty chunk has nothing to read, and may start where another one starts
-                found.append(StoredChunk(Rect(offsets, sizes), self._found(places, name, offsets)))
-        if problem := tiling_problem(shape, [chunk.rect for chunk in found]):
+                stored.append(StoredChunk(Rect(offsets, sizes), self._found(places, name, offsets)))
+        if problem := tiling_problem(shape, [chunk.rect for chunk in stored]):
             raise self._damaged(f"{name[:200]!r} {list(shape)} is not covered by its chunks: {problem}")
-        return StoredTensor(shape, dtype, tuple(found))
+        return StoredTensor(shape, dtype, tuple(stored))
 
 
 def _are_counts(value: Any) -> TypeGuard[tuple[int, ...]]:

@@ -188,9 +188,9 @@ def _clear_errors(where: str) -> Iterator[None]:
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
             problem = f"names {named[1][:200]!r}, which is not part of the checkpoints that are read here"
         else:
-            said = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
-            said = said.splitlines()[0][:200]
-            problem = f"cannot be read ({said}): it is cut short or damaged"
+            text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+            text = text.splitlines()[0][:200]
+            problem = f"cannot be read ({text}): it is cut short or damaged"
         raise CheckpointError(f"{where}: its pickle {problem}. {_WAY_OUT}") from None
 
 
@@ -246,17 +246,17 @@ class _Plain:
         if not isinstance(value, (dict, list, tuple, set, frozenset, Object, Tensor, bytearray)):
             return value, 1 + (len(value) >> 5 if isinstance(value, (str, bytes)) else 0), 0
         if id(value) in self._known:
-            found = self._known[id(value)]
-            if found is None:
+            known = self._known[id(value)]
+            if known is None:
                 raise _Refused("contains itself")
         else:
             if depth > MAX_DEPTH:
                 raise _Refused(f"is nested deeper than {MAX_DEPTH} levels")
             self._known[id(value)] = None
-            self._known[id(value)] = found = self._converted(value, depth)
-        if depth + found[2] > MAX_DEPTH + 1:
+            self._known[id(value)] = known = self._converted(value, depth)
+        if depth + known[2] > MAX_DEPTH + 1:
             raise _Refused(f"is nested deeper than {MAX_DEPTH} levels")
-        return found
+        return known
 
     def _converted(self, value: Any, depth: int) -> tuple[Any, int, int]:
         if isinstance(value, Tensor):

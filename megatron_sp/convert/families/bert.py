@@ -85,11 +85,11 @@ class Bert(Family):
         classifies = "classifier.weight" in tensors and "bert.pooler.dense.weight" in tensors
         if not classifies and not any(name.startswith("cls.predictions.") for name in tensors):
             tasks = ", ".join(f"{self.name}For{task}" for task in ("PreTraining", "MaskedLM", "SequenceClassification"))
-            said = str(settings.document.get("architectures"))[:100]
-            raise CheckpointError(f"{settings.where}: architectures is {said}, and the files have neither the head for"
-                                  f" masked tokens (cls.predictions) nor a classifier after the pooler: only {tasks}"
-                                  " can be converted. Load it as one of these in transformers, which draws the missing"
-                                  " head, and save that")  # fmt: skip
+            stated = str(settings.document.get("architectures"))[:100]
+            raise CheckpointError(f"{settings.where}: architectures is {stated}, and the files have neither the head"
+                                  " for masked tokens (cls.predictions) nor a classifier after the pooler: only"
+                                  f" {tasks} can be converted. Load it as one of these in transformers, which draws the"
+                                  " missing head, and save that")  # fmt: skip
         if not classifies and "cls.seq_relationship.weight" in tensors and settings.count("type_vocab_size", 2) == 1:
             raise CheckpointError(f"{settings.where}: type_vocab_size is 1, and the files have a head for the order of"
                                   f" two segments (cls.seq_relationship): save the model as {self.name}ForMaskedLM,"
@@ -107,12 +107,12 @@ class Bert(Family):
         return f"{self.name}For{task}"
 
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
-        found = {r"bert\.embeddings\.position_ids": "the numbers from 0, which are no weights"}
+        patterns = {r"bert\.embeddings\.position_ids": "the numbers from 0, which are no weights"}
         if not config.token_types:
-            found[r"bert\.embeddings\.token_type_embeddings\.weight"] = "zeros for the only kind of segment"
+            patterns[r"bert\.embeddings\.token_type_embeddings\.weight"] = "zeros for the only kind of segment"
         if not config.has_order_head:
-            found[r"bert\.pooler\.dense\.(weight|bias)"] = "a pooler without a head after it"
-        return found
+            patterns[r"bert\.pooler\.dense\.(weight|bias)"] = "a pooler without a head after it"
+        return patterns
 
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
         s = Sizes.of(config)
@@ -141,15 +141,15 @@ class Bert(Family):
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads
-        found = misfit(
+        problem = misfit(
             config, model_family="bert", norm_placement=self.placement, position_embedding_type="learned_absolute",
             normalization="LayerNorm", swiglu=False, relu=config.relu, squared_relu=False, disable_bias_linear=False,
             qk_layernorm=False, apply_layernorm_1p=False, num_groups=config.num_attention_heads,
             head_activation=config.activation, head_dim=(config.hidden_size or 0) // config.num_attention_heads,
         )  # fmt: skip
-        if found is None or config.head_activation == config.activation:
-            return found
-        return f"{found} (there blocks and head have one activation, as a run with --gelu-approximate none has)"
+        if problem is None or config.head_activation == config.activation:
+            return problem
+        return f"{problem} (there blocks and head have one activation, as a run with --gelu-approximate none has)"
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
         return {

@@ -40,13 +40,13 @@ class _Experts(Llama):
         config.moe_router_load_balancing_type = "global_aux_loss" if config.moe_aux_loss_coeff else None
 
     def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        found = _STACKED.fullmatch(name)
-        if found is None or len(shape) != 3 or not 1 <= shape[0] <= _MOST_EXPERTS:
+        match = _STACKED.fullmatch(name)
+        if match is None or len(shape) != 3 or not 1 <= shape[0] <= _MOST_EXPERTS:
             return {}
         regions: dict[str, Index] = {}
         for expert in range(shape[0]):
-            prefix = f"{found[1]}{self.inside}experts.{expert}."
-            if found[2] == "down":
+            prefix = f"{match[1]}{self.inside}experts.{expert}."
+            if match[2] == "down":
                 regions[f"{prefix}{self.down}.weight"] = (expert,)
             else:
                 half = shape[1] // 2

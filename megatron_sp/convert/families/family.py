@@ -104,26 +104,26 @@ class Settings:
     @staticmethod
     def rotary(config: ModelConfig, *, base: str = "rope_theta", percent: str | None = None) -> dict[str, Any]:
         """Return the entries that ``take_rotary`` reads, under names that all versions of transformers understand."""
-        found: dict[str, Any] = {base: config.rotary_base}
+        entries: dict[str, Any] = {base: config.rotary_base}
         if percent is not None:
-            found[percent] = config.rotary_percent
+            entries[percent] = config.rotary_percent
         if config.use_rope_scaling:
             low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-            found["rope_scaling"] = {
+            entries["rope_scaling"] = {
                 "rope_type": "llama3", "factor": config.rope_scaling_factor, "low_freq_factor": low,
                 "high_freq_factor": high, "original_max_position_embeddings": config.rope_scaling_original_length,
             }  # fmt: skip
         elif config.rotary_seq_len_interpolation_factor != 1.0:
-            found["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
-        return found
+            entries["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+        return entries
 
     def _rope(self) -> dict[str, Any]:
         name = "rope_scaling" if self.get("rope_scaling", dict, {}) else "rope_parameters"
-        found: dict[str, Any] = self.get(name, dict, {})
-        if nested := next((key for key, value in found.items() if isinstance(value, dict)), None):
+        entries: dict[str, Any] = self.get(name, dict, {})
+        if nested := next((key for key, value in entries.items() if isinstance(value, dict)), None):
             raise CheckpointError(f"{self.where}: {name} has entries of its own for {nested[:100]!r}: layers of one"
                                   " kind alone can be converted")  # fmt: skip
-        return found
+        return entries
 
 
 def set_activation(config: ModelConfig, name: str) -> None:

@@ -26,12 +26,12 @@ def family_named(document: dict[str, Any], path: Path) -> Family:
 
 def family_for(model: Model) -> Family:
     """Return the family that computes what a model does: the one it came from if it fits, else the first that does."""
-    kept = model.settings.get("hf")
-    first = kept.get("model_type") if isinstance(kept, dict) else None
+    original = model.settings.get("hf")
+    first = original.get("model_type") if isinstance(original, dict) else None
     families = sorted(FAMILIES.values(), key=lambda family: family.model_type != first)
     problems = {family.model_type: family.fits(model.config) for family in families}
     for family in families:
         if problems[family.model_type] is None:
             return family
-    told = "\n".join(f"  {name}: {problem}" for name, problem in problems.items())
-    raise CheckpointError(f"no class of Hugging Face computes what this model does:\n{told}")
+    reasons = "\n".join(f"  {name}: {problem}" for name, problem in problems.items())
+    raise CheckpointError(f"no class of Hugging Face computes what this model does:\n{reasons}")

@@ -39,8 +39,8 @@ def single(value: Any) -> float | None:
 
 def whole(value: Any) -> int | None:
     """Return a non-negative integer, which may be given as in ``single``; None for anything else."""
-    found = single(value)
-    return int(found) if found is not None and found >= 0 and found == int(found) else None
+    number = single(value)
+    return int(number) if number is not None and number >= 0 and number == int(number) else None
 
 
 def updates_of(state: Mapping[Any, Any]) -> int | None:
@@ -70,18 +70,18 @@ def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
     """Return the samples counted by Megatron's learning rate scheduler, without skipped steps; None: not stated."""
     states = (tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict))
     state: Mapping[Any, Any] = next(states, {})
-    found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key))) is not None), None)
-    return found if found is not None and found <= consumed else None
+    samples = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key))) is not None), None)
+    return samples if samples is not None and samples <= consumed else None
 
 
 def scale_of_deepspeed(scaler: Any) -> LossScale | None:
     """Return the loss scale in ``loss_scaler``; None: there is none, or it is constant."""
     if not isinstance(scaler, Object) or scaler.name.rpartition(".")[2] != "DynamicLossScaler":
         return None
-    there = scaler.attributes
-    now, last = (there.get(name) for name in ("cur_iter", "last_overflow_iter"))
+    attributes = scaler.attributes
+    now, last = (attributes.get(name) for name in ("cur_iter", "last_overflow_iter"))
     good = now - last - 1 if isinstance(now, int) and isinstance(last, int) else None
-    return _scale(single(there.get("cur_scale")), whole(good), whole(there.get("cur_hysteresis")))
+    return _scale(single(attributes.get("cur_scale")), whole(good), whole(attributes.get("cur_hysteresis")))
 
 
 def _scale(scale: float | None, good_steps: int | None, hysteresis_left: int | None) -> LossScale | None:

@@ -130,12 +130,12 @@ class _Reading:
 
     def _order(self) -> QkvOrder:
         # the user may have to give it: it has changed without a new checkpoint version
-        said = self.ranks.states.settings.get(deepspeed_write.QKV_LAYOUT)  # present in files that were written here
+        stated = self.ranks.states.settings.get(deepspeed_write.QKV_LAYOUT)  # present in files that were written here
         version = self.ranks.states.settings.get("checkpoint_version")
         if self.options.qkv_layout is not None:
             return self.options.qkv_layout
-        if said in ("interleaved", "flat"):
-            return said
+        if stated in ("interleaved", "flat"):
+            return stated
         if isinstance(version, int | float) and float(version) in _OLD_ORDERS:
             return _OLD_ORDERS[float(version)]
         if self.config.num_groups == self.ranks.tp:
@@ -159,8 +159,8 @@ class _Reading:
 
     def _trained(self) -> dict[str, tuple[int, ...]]:
         copies, _ = shard_copies(self.cut, self.shapes, self._places())
-        there = self.ranks.kept[MASTER]
-        frozen = {copy.ours.name for copy in copies if copy.theirs.name not in there}
+        trained = self.ranks.kept[MASTER]
+        frozen = {copy.ours.name for copy in copies if copy.theirs.name not in trained}
         return {name: shape for name, shape in self.shapes.items() if name not in frozen}
 
     def _kinds(self) -> Iterable[str]:
@@ -210,14 +210,16 @@ class Ranks:
 
     def computed_in(self, name: str, stored: torch.dtype) -> torch.dtype:
         """Return the dtype of a weight in the model, given the dtype of its stored copy, which is no narrower."""
-        found = self.dtypes.get(name) or self._common_dtype or stored
-        return found if found.itemsize < stored.itemsize else stored
+        computed = self.dtypes.get(name) or self._common_dtype or stored
+        return computed if computed.itemsize < stored.itemsize else stored
 
     @cached_property
     def _common_dtype(self) -> torch.dtype | None:
         args = self.states.args.attributes if self.states.args else {}
-        said = {dtype for flag, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if args.get(flag) is True}
-        every = set(self.dtypes.values()) or said
+        by_flags = {
+            dtype for flag, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if args.get(flag) is True
+        }
+        every = set(self.dtypes.values()) or by_flags
         return every.pop() if len(every) == 1 else None
 
     def names(self, tp_rank: int) -> dict[str, tuple[int, ...]]:
@@ -276,8 +278,8 @@ class Loader:
             tp = len(next(iter(self.folder.layers.values())))
         else:
             args = self.states[0].args
-            found = number(args.attributes.get("tensor_model_parallel_size")) if args else None
-            tp = int(found) if found and found >= 1 else num_mp
+            stated = number(args.attributes.get("tensor_model_parallel_size")) if args else None
+            tp = int(stated) if stated and stated >= 1 else num_mp
         if num_mp % tp:
             raise CheckpointError(f"{self.folder.path} has {num_mp} mp ranks, which are not a multiple of its {tp}"
                                   " tensor parallel ranks: files are missing")  # fmt: skip
@@ -388,15 +390,15 @@ class Weights:
         stored = self._kept[name]
         # padding is not in universal files
         flat = master.reshape(-1)[: stored.num_stored if isinstance(stored, Share) else None]
-        for at, block in self._modules.blocks(name):
-            wide = flat[at : at + block.numel()].to(own.dtype)
+        for start, block in self._modules.blocks(name):
+            wide = flat[start : start + block.numel()].to(own.dtype)
             if not is_same(wide, block[: wide.numel()]):
                 raise CheckpointError(f"{self._shown[name]}: the model's weights are not those of the optimizer rounded"
                                       f" to {own.dtype}: the files are of different saves")  # fmt: skip
 
 
 def kept(ranks: Ranks, kind: str) -> TensorStore:
-    found = ranks.kept.get(kind, {})
-    shares = {name: item for name, item in found.items() if isinstance(item, Share)}
-    stored = {name: item for name, item in found.items() if isinstance(item, Stored)}
+    tensors = ranks.kept.get(kind, {})
+    shares = {name: item for name, item in tensors.items() if isinstance(item, Share)}
+    stored = {name: item for name, item in tensors.items() if isinstance(item, Stored)}
     return Shares(shares) if shares else Stretches(stored)

@@ -50,15 +50,15 @@ class StepFolder:
 
     @classmethod
     def of(cls, path: Path) -> StepFolder:
-        found = cls(path)
+        step = cls(path)
         for file in sorted(path.iterdir()):
-            found._add(file)
+            step._add(file)
         if (path / _UNIVERSAL).is_dir():
-            found.universal = {p.name: p for p in sorted((path / _UNIVERSAL).iterdir()) if p.is_dir()}
-            for folder in found.universal.values():
+            step.universal = {p.name: p for p in sorted((path / _UNIVERSAL).iterdir()) if p.is_dir()}
+            for folder in step.universal.values():
                 require_inside(folder, path)
-        found._check()
-        return found
+        step._check()
+        return step
 
     def _add(self, file: Path) -> None:
         name = file.name
@@ -186,24 +186,24 @@ class ModelStates:
             if tree.get(name):
                 raise CheckpointError(f"{path} is of a mixture of experts ({name}), which cannot be converted: there is"
                                       " no such model here")  # fmt: skip
-        found = cls(path, settings=tree)
-        found.module = dict(_flattened(tree["module"], path)) if tree["module"] is not None else {}
+        states = cls(path, settings=tree)
+        states.module = dict(_flattened(tree["module"], path)) if tree["module"] is not None else {}
         groups = tree.get("param_shapes", [])
         groups = [] if groups is None else groups if isinstance(groups, list) else [groups]
-        found.groups = [_shapes(group, path) for group in groups]
-        found.frozen_shapes = _shapes(tree.get("frozen_param_shapes") or {}, path)
-        found.frozen_parts = dict(_flattened(tree.get("frozen_param_fragments") or {}, path))
+        states.groups = [_shapes(group, path) for group in groups]
+        states.frozen_shapes = _shapes(tree.get("frozen_param_shapes") or {}, path)
+        states.frozen_parts = dict(_flattened(tree.get("frozen_param_fragments") or {}, path))
         shared = tree.get("shared_params")
         shared = as_dict({} if shared is None else shared, f"{path}, shared_params")
         if not all(isinstance(a, str) and isinstance(b, str) for a, b in shared.items()):
             raise CheckpointError(f"{path}: shared_params must be names, it is damaged")
-        found.shared = {plain_name(a): plain_name(b) for a, b in shared.items()}
-        return found
+        states.shared = {plain_name(a): plain_name(b) for a, b in shared.items()}
+        return states
 
     @property
     def args(self) -> Object | None:
-        found = self.settings.get("args")
-        return found if isinstance(found, Object) else None
+        args = self.settings.get("args")
+        return args if isinstance(args, Object) else None
 
     def count(self, *names: str) -> int:
         """Return the first of these entries that is a non-negative number, as an integer; 0 if none is."""
@@ -214,8 +214,8 @@ class ModelStates:
 
     @property
     def universal_info(self) -> dict[str, Any]:
-        found = self.settings.get("universal_checkpoint_info")
-        return found if isinstance(found, dict) else {}
+        info = self.settings.get("universal_checkpoint_info")
+        return info if isinstance(info, dict) else {}
 
     @property
     def shapes(self) -> Shapes:
@@ -241,31 +241,31 @@ def plain_name(name: str) -> str:
 
 
 def _flattened(value: Any, path: Path, prefix: str = "", depth: int = 0) -> list[tuple[str, TensorRecord]]:
-    found: list[tuple[str, TensorRecord]] = []
+    tensors: list[tuple[str, TensorRecord]] = []
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{path}: its weights are nested more than {_MAX_DEPTH} deep: it is damaged")
     for key, item in as_dict(value, f"{path}, {prefix or 'module'}").items():
         if not isinstance(key, str):
             raise CheckpointError(f"{path}: {prefix or 'module'} has the key {str(key)[:100]!r}, which is not a name")
         if isinstance(item, TensorRecord):
-            found.append((plain_name(prefix + key), item))
+            tensors.append((plain_name(prefix + key), item))
         elif isinstance(item, dict):
-            found += _flattened(item, path, f"{prefix}{key}.", depth + 1)
+            tensors += _flattened(item, path, f"{prefix}{key}.", depth + 1)
         elif item is not None and not isinstance(item, bytes | Object):  # _extra_state of transformer_engine
             raise CheckpointError(f"{path}: {prefix}{key} is {type(item).__name__} where a tensor should be")
-    return found
+    return tensors
 
 
 def _shapes(value: Any, path: Path) -> Shapes:
-    found: Shapes = {}
+    shapes: Shapes = {}
     for name, shape in as_dict(value, f"{path}, param_shapes").items():
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (None,)
         plain = all(isinstance(n, int) and 0 <= n < 1 << 40 for n in sizes)
         if not isinstance(name, str) or not plain:
             raise CheckpointError(f"{path}: param_shapes says {str(shape)[:100]!r} of {str(name)[:200]!r}, which is not"
                                   " a shape: it is damaged")  # fmt: skip
-        found[plain_name(name)] = sizes
-    return found
+        shapes[plain_name(name)] = sizes
+    return shapes
 
 
 EMBEDDING, BLOCKS = "language_model.embedding.", "language_model.encoder.layers."

@@ -101,9 +101,9 @@ class Share:
     def shape(self) -> tuple[int, ...]:
         if not self.record.shape:
             return ()
-        found = list(self.record.shape)
-        found[self.dim] = sum(count for _, count in self.ranges)
-        return tuple(found)
+        sizes = list(self.record.shape)
+        sizes[self.dim] = sum(count for _, count in self.ranges)
+        return tuple(sizes)
 
     @property
     def info(self) -> TensorInfo:
@@ -128,13 +128,13 @@ class Shares:
 
     def read(self, name: str) -> Tensor:
         share = self.shares[name]
-        record, made = share.record, torch.zeros(share.shape, dtype=share.info.dtype)
-        size, at = record.shape[share.dim] if record.shape else 1, 0
+        record, result = share.record, torch.zeros(share.shape, dtype=share.info.dtype)
+        size, position = record.shape[share.dim] if record.shape else 1, 0
         for first, count in share.ranges:
-            there = max(0, min(count, size - first))
-            self._copy(share, first, there, made.narrow(share.dim, at, there) if record.shape else made)
-            at += count
-        return made
+            stored = max(0, min(count, size - first))
+            self._copy(share, first, stored, result.narrow(share.dim, position, stored) if record.shape else result)
+            position += count
+        return result
 
     def _copy(self, share: Share, first: int, count: int, to: Tensor) -> None:
         record = share.record
@@ -219,14 +219,14 @@ def _even(path: Path, sizes: list[int], tp: int) -> list[tuple[int, int]]:
 
 def _blocks(path: Path, spec: Any, record: TensorRecord, tp: int) -> tuple[int, list[tuple[int, int]]]:
     # SubparamShape(patterns, shape, partition_dim): its shape contains the sizes of the blocks
-    said = spec.attributes if isinstance(spec, Object) else {}
-    dim, shape = said.get("partition_dim"), said.get("shape")
+    attributes = spec.attributes if isinstance(spec, Object) else {}
+    dim, shape = attributes.get("partition_dim"), attributes.get("shape")
     if not isinstance(dim, int) or not isinstance(shape, tuple) or not 0 <= dim < min(len(shape), len(record.shape)):
-        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it"
+        raise CheckpointError(f"{path}: sub_param_shape is {str(attributes)[:200]} of a tensor {list(record.shape)}: it"
                               " cannot be taken apart")  # fmt: skip
     sizes = [shape[dim]] if isinstance(shape[dim], int) else list(shape[dim]) if isinstance(shape[dim], tuple) else []
     if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != record.shape[dim]:
-        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it"
+        raise CheckpointError(f"{path}: sub_param_shape is {str(attributes)[:200]} of a tensor {list(record.shape)}: it"
                               " cannot be taken apart")  # fmt: skip
     return dim, _even(path, sizes, tp)
 

@@ -117,8 +117,8 @@ def prefix_of(tp_rank: int) -> str:
 
 
 def _layout(model: Model, options: Options) -> Layout:
-    there = {name.split(".")[1] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
-    has_moments = options.optimizer and set(MOMENTS) <= there
+    kinds = {name.split(".")[1] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
+    has_moments = options.optimizer and set(MOMENTS) <= kinds
     if options.deepspeed_layout in ("zero1", "universal") and not has_moments:
         raise ConfigError(f"--deepspeed-layout {options.deepspeed_layout} holds Adam's state, and"
                           f" {'--no-optimizer leaves it behind' if not options.optimizer else 'the source has none'}:"
@@ -174,13 +174,13 @@ def _model_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
 def _args(plan: Plan, rank: int) -> Namespace:
     c, cut = plan.model.config, plan.cut
     ranks: dict[str, int] = {"tp": cut.tp, "pp": 1, "rank": rank, "padded_vocab_size": cut.padded_vocab_size}
-    found = namespace(plan.model, legacy=True, params_dtype=plan.dtype, **ranks)
+    args = namespace(plan.model, legacy=True, params_dtype=plan.dtype, **ranks)
     more = {
         "num_key_value_heads": c.num_groups, "normalization": c.normalization.lower(), "rope_theta": c.rotary_base,
         "num_experts": [1], "deepspeed": True, "no_pipeline_parallel": True, "ds_sequence_parallel_size": 1,
         "zero_stage": 1 if plan.kept else 0,
     }  # fmt: skip
-    return Namespace(**{**vars(found), **more})
+    return Namespace(**{**vars(args), **more})
 
 
 def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
@@ -224,14 +224,14 @@ def _parts(store: Scattered, names: list[str], numel: int, progress: Progress) -
 
 
 def _fragments(plan: Plan, prefix: str, group: list[str]) -> OrderedDict[str, Object]:
-    found, at = OrderedDict[str, Object](), 0
+    addresses, start = OrderedDict[str, Object](), 0
     for name in group:
         numel = math.prod(plan.ranks.tensors()[name].shape)
-        state = {"numel": numel, "start": at}
+        state = {"numel": numel, "start": start}
         address = Object("deepspeed.utils.tensor_fragment.fragment_address", state=state)
-        found[theirs(name.removeprefix(prefix))] = address
-        at += numel
-    return found
+        addresses[theirs(name.removeprefix(prefix))] = address
+        start += numel
+    return addresses
 
 
 def param_groups(model: Model) -> list[dict[str, Any]]:

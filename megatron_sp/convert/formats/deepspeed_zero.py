@@ -93,19 +93,19 @@ class Stretches:
         stored = self.stored[name]
         if len(stored.stretches) == 1 and stored.stretches[0].count == stored.stretches[0].record.numel:
             return stored.stretches[0].record.read().contiguous().view(stored.shape)
-        made = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
-        for at, block in self.blocks(name):
-            made[at : at + block.numel()] = block
-        return made.view(stored.shape)
+        flat = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
+        for position, block in self.blocks(name):
+            flat[position : position + block.numel()] = block
+        return flat.view(stored.shape)
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the elements in order, as (position, [n]) with bounded n."""
-        at = 0
+        position = 0
         for stretch in self.stored[name].stretches:
             for first in range(0, stretch.count, _BLOCK):
                 count = min(_BLOCK, stretch.count - first)
-                yield at, Stretch(stretch.record, stretch.first + first, count).read()
-                at += count
+                yield position, Stretch(stretch.record, stretch.first + first, count).read()
+                position += count
 
 
 def is_contiguous(record: TensorRecord) -> bool:
@@ -189,9 +189,9 @@ def gather(
         if all(rank.squares for rank in ranks):
             require_padding([[Stored.whole(flat) for flat in rank.squares] for rank in ranks], states[0].shapes)
     for name, original in states[0].shared.items():
-        for found in tensors.values():
-            if original in found:
-                found[name] = found[original]
+        for by_name in tensors.values():
+            if original in by_name:
+                by_name[name] = by_name[original]
     return ranks[0], tensors
 
 
@@ -231,17 +231,17 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
         if len(paddings) != len(shapes):
             raise CheckpointError(f"{ranks[0].path} has {len(paddings)} paddings for {len(shapes)} parameters: it is"
                                   " damaged")  # fmt: skip
-        at = 0
+        start = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            parts = list(_ranges(flats, at, math.prod(shape), name))
+            parts = list(_ranges(flats, start, math.prod(shape), name))
             stretches = tuple(Stretch(flats[rank], first, count) for rank, first, count in parts)
             yield name, Stored(shape, dtype_of(flats[0]), stretches)
-            at += math.prod(shape) + padding
-        unit, there = _ALIGNMENT * len(flats), sum(flat.numel for flat in flats)
-        if -(-at // unit) != -(-there // unit):
-            raise CheckpointError(f"{flats[0].file.path} and the files of the other ranks have {there:,} elements, its"
-                                  f" parameters need {at:,} (rounded up to {unit}): they are of another save than the"
-                                  " model states")  # fmt: skip
+            start += math.prod(shape) + padding
+        unit, length = _ALIGNMENT * len(flats), sum(flat.numel for flat in flats)
+        if -(-start // unit) != -(-length // unit):
+            raise CheckpointError(f"{flats[0].file.path} and the files of the other ranks have {length:,} elements, its"
+                                  f" parameters need {start:,} (rounded up to {unit}): they are of another save than"
+                                  " the model states")  # fmt: skip
 
 
 def _ranges(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterator[tuple[int, int, int]]:
@@ -265,36 +265,36 @@ def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Ite
                               " which parameters are in the optimizer's files cannot be told; move them aside to"
                               " convert the weights alone")  # fmt: skip
     for index in range(len(ranks[0].flats[MASTER])):
-        found: dict[str, list[Stretch]] = {}
+        by_name: dict[str, list[Stretch]] = {}
         for rank in ranks:
             flat = rank.flats[kind][index]
             for name, (first, count) in (rank.fragments[index] if index < len(rank.fragments) else {}).items():
                 if first + count > flat.numel:
                     raise CheckpointError(f"{flat.file.path} ends before {name} does: it is cut short")
-                found.setdefault(name, []).append(Stretch(flat, first, count))
-        for name, stretches in found.items():
-            shape, there = states.module[name].shape if name in states.module else None, sum(s.count for s in stretches)
-            if shape is None or math.prod(shape) != there:
-                raise CheckpointError(f"{stretches[0].record.file.path} has {there:,} elements of {name}, which is"
+                by_name.setdefault(name, []).append(Stretch(flat, first, count))
+        for name, stretches in by_name.items():
+            shape, numel = states.module[name].shape if name in states.module else None, sum(s.count for s in stretches)
+            if shape is None or math.prod(shape) != numel:
+                raise CheckpointError(f"{stretches[0].record.file.path} has {numel:,} elements of {name}, which is"
                                       f" {shape} in {states.path.name}")  # fmt: skip
             yield name, Stored(shape, dtype_of(stretches[0].record), tuple(stretches))
 
 
 def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
     # equal parts of each parameter, concatenated on every rank over its groups as if they were one
-    at = 0
+    start = 0
     for name, shape in states.shapes.items():
         numel = math.prod(shape)
         part = -(-numel // len(ranks))
         stretches: list[Stretch] = []
         for index, rank in enumerate(ranks):
-            stretches += _across(rank.flats[kind], at, max(0, min(part, numel - index * part)), name)
+            stretches += _across(rank.flats[kind], start, max(0, min(part, numel - index * part)), name)
         flat = ranks[0].flats[kind][0]
         yield name, Stored(shape, dtype_of(flat), tuple(stretches))
-        at += part
+        start += part
     for rank in ranks:
-        if at != (there := sum(flat.numel for flat in rank.flats[kind])):
-            raise CheckpointError(f"{rank.path} has {there:,} elements of its parts of the parameters, {at:,} are"
+        if start != (length := sum(flat.numel for flat in rank.flats[kind])):
+            raise CheckpointError(f"{rank.path} has {length:,} elements of its parts of the parameters, {start:,} are"
                                   " needed: it is of another save than the model states")  # fmt: skip
 
 
@@ -417,14 +417,14 @@ def require_padding(squares: list[list[Stored]], shapes: Shapes) -> None:
 
 def _padding(shapes: Shapes, count: int, rank: int) -> Iterator[tuple[int, int]]:
     # (position, length) in the concatenated parts of a rank
-    at = 0
+    start = 0
     for shape in shapes.values():
         numel = torch.Size(shape).numel()
         part = -(-numel // count)
         real = max(0, min(part, numel - rank * part))
         if real < part:
-            yield at + real, part - real
-        at += part
+            yield start + real, part - real
+        start += part
 
 
 def _is_zero(flats: Stretches, gaps: list[tuple[int, int]]) -> bool:

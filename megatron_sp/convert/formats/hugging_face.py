@@ -56,11 +56,11 @@ class HuggingFace:
         correspondence = Correspondence.of(parameter_shapes(config, num_classes), family.copies(config, num_classes))
         unused = {r"cls\..*": "heads of pretraining, which a classifier does not have"} if num_classes else {}
         ignored = {**family.ignored(config), **unused}
-        found = match_tensors(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
+        coverage = match_tensors(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
         tokenizer = tokenizers.find_files(options.tokenizer or path)
-        dtypes = _names(store.tensors()[name].dtype for name in found.correspondence.theirs)
+        dtypes = _names(store.tensors()[name].dtype for name in coverage.correspondence.theirs)
         return Model(
-            config, Gathered(found.correspondence, store), num_classes=num_classes, fates=found.fates,
+            config, Gathered(coverage.correspondence, store), num_classes=num_classes, fates=coverage.fates,
             tokenizer=tokenizer, settings={"hf": document, _DTYPES: dtypes},
         )  # fmt: skip
 
@@ -203,8 +203,8 @@ class _Renamed:
             self.old |= dict.fromkeys(regions, old) if regions else {new: old}
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        found = self._store.tensors()
-        described = {new: found[old] for new, old in self.old.items()}
+        stored = self._store.tensors()
+        described = {new: stored[old] for new, old in self.old.items()}
         for name, region in self._regions.items():
             shape, dtype = described[name].shape, described[name].dtype
             described[name] = TensorInfo(tuple(torch.empty(shape, device="meta")[region].shape), dtype)
@@ -263,8 +263,8 @@ def _open(path: Path) -> TensorStore:
             return _open_sharded(path, index, kind)
         if (path / single).exists() or (path / single).is_symlink():
             return kind(path, [single])
-    found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".safetensors"))
-    there = f", but {', '.join(found[:5])}" if found else ""
+    others = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".safetensors"))
+    there = f", but {', '.join(others[:5])}" if others else ""
     raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}, nor {BIN}{there}: save the model as safetensors")
 
 
@@ -298,37 +298,37 @@ def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
 
 def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[str, Any]:
     # the source's own if it describes the same model, else with the family's entries for the model
-    kept = model.settings.get("hf")
-    made = {
+    original = model.settings.get("hf")
+    entries = {
         "architectures": [family.architecture(model.config, model.num_classes)], "model_type": family.model_type,
         **family.document(model.config),
     }  # fmt: skip
     dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-    made["torch_dtype"] = str(dtype).removeprefix("torch.")
+    entries["torch_dtype"] = str(dtype).removeprefix("torch.")
     same_kind = _is_of(model, family)
-    if model.num_classes and not (same_kind and _num_labels(kept) == model.num_classes):
+    if model.num_classes and not (same_kind and _num_labels(original) == model.num_classes):
         names = {number: f"LABEL_{number}" for number in range(model.num_classes)}
-        made |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
-    if not isinstance(kept, dict) or not same_kind:
-        return made
-    if "id2label" not in made and _says(family, kept, model) == _says(family, made, model):
+        entries |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    if not isinstance(original, dict) or not same_kind:
+        return entries
+    if "id2label" not in entries and _says(family, original, model) == _says(family, entries, model):
         if model.settings.get(_DTYPES) == _names(dtypes):  # unchanged dtypes: config.json's entry still holds
-            return kept
-        return {**kept, **{name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in kept}}
-    if any(name in made for name in ROTARY):  # an old entry in another place must not override the new one
-        kept = {name: value for name, value in kept.items() if name not in ROTARY}
-    return {**kept, **made}
+            return original
+        return {**original, **{name: entries["torch_dtype"] for name in ("dtype", "torch_dtype") if name in original}}
+    if any(name in entries for name in ROTARY):  # an old entry in another place must not override the new one
+        original = {name: value for name, value in original.items() if name not in ROTARY}
+    return {**original, **entries}
 
 
 def _is_of(model: Model, family: Family) -> bool:
-    kept = model.settings.get("hf")
-    return isinstance(kept, dict) and kept.get("model_type") == family.model_type
+    original = model.settings.get("hf")
+    return isinstance(original, dict) and original.get("model_type") == family.model_type
 
 
 def _num_labels(document: Any) -> int:
     names = document.get("id2label")
-    found = len(names) if isinstance(names, dict) else document.get("num_labels", 2)
-    return found if isinstance(found, int) else 2
+    count = len(names) if isinstance(names, dict) else document.get("num_labels", 2)
+    return count if isinstance(count, int) else 2
 
 
 def _says(family: Family, document: dict[str, Any], model: Model) -> ModelConfig:

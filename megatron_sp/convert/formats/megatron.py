@@ -70,10 +70,10 @@ class Megatron:
 
 
 def _read(folder: Path, opened: Opened, options: Options) -> Model:
-    settings, there = Settings(opened.args, str(opened.files[0].file.path)), places(opened)
+    settings, shards = Settings(opened.args, str(opened.files[0].file.path)), places(opened)
     notes: list[str] = []
     _require_ranks(opened, settings, folder)
-    facts = _facts(opened, there)
+    facts = _facts(opened, shards)
     vocab_size = true_size(settings, facts.padded_vocab_size, opened.tp, options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=opened.is_legacy)
     require_sound(config, sum(len(chunk.tensors) for chunk in opened.chunks), str(folder))
@@ -90,7 +90,7 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
     is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
     shapes = parameter_shapes(config)
     heads = {chunk.prefix for chunk in opened.chunks if is_tied and HEAD in chunk.tensors}
-    copies, filled = shard_copies(cut, shapes, there, tied_heads=heads)
+    copies, filled = shard_copies(cut, shapes, shards, tied_heads=heads)
     ours = dict(shapes)
     fates: list[Fate] = []
     found = Found((), [])
@@ -102,7 +102,7 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
         fates += found.fates
         for kind in found.kinds:
             names = {"kind": f"{kind}.", "ours": f"{OPTIMIZER}{kind}."}
-            more, padding = shard_copies(cut, shapes, there, tied_heads=heads, **names)
+            more, padding = shard_copies(cut, shapes, shards, tied_heads=heads, **names)
             copies, filled = copies + more, {**filled, **padding}
             ours |= {f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}
     else:
@@ -241,14 +241,14 @@ def _has_state(file: RankFile) -> bool:
 
 
 def _inner(file: RankFile) -> Mapping[Any, Any]:
-    found = file.tree.get("optimizer")
-    if isinstance(found, list):
+    outer = file.tree.get("optimizer")
+    if isinstance(outer, list):
         raise CheckpointError(f"{file.file.path} has several chained optimizers, whose parameters cannot be told apart:"
                               f" {_WAY_OUT}")  # fmt: skip
-    if not isinstance(found, dict):
+    if not isinstance(outer, dict):
         return {}
-    inside = (found[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(found.get(key), dict))
-    return next(inside, found)
+    inside = (outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict))
+    return next(inside, outer)
 
 
 def _parameters(opened: Opened, file: RankFile) -> Iterator[Parameter]:
@@ -298,8 +298,8 @@ def _masters(file: RankFile, lengths: list[int]) -> list[list[Any]]:
     outer = file.tree["optimizer"]
     lists = (outer[key] for key in ("fp32_from_fp16_params", "fp32_from_fp16") if isinstance(outer.get(key), list))
     copies = [group for group in next(lists, []) if group]
-    if (there := [len(group) for group in copies]) != lengths:
-        raise CheckpointError(f"{file.file.path}: groups of {lengths} parameters, but of {there} fp32 copies: which is"
+    if (counts := [len(group) for group in copies]) != lengths:
+        raise CheckpointError(f"{file.file.path}: groups of {lengths} parameters, but of {counts} fp32 copies: which is"
                               f" which cannot be told; {_WAY_OUT}")  # fmt: skip
     return copies
 
@@ -357,7 +357,7 @@ def _buffers(file: TorchFile, count: int) -> list[dict[str, TensorRecord]]:
 
 def _rows(file: TorchFile, by_dtype: Any) -> dict[str, TensorRecord]:
     inner = next(iter(by_dtype.values())) if isinstance(by_dtype, dict) and len(by_dtype) == 1 else None
-    found: dict[str, TensorRecord] = {}
+    rows: dict[str, TensorRecord] = {}
     for key in ("param", *_MOMENTS):
         row = inner.get(key) if isinstance(inner, dict) else None
         if isinstance(row, list) and len(row) == 1:  # older than 2024-02: a single tensor for each bucket
@@ -365,10 +365,10 @@ def _rows(file: TorchFile, by_dtype: Any) -> dict[str, TensorRecord]:
         if not isinstance(row, TensorRecord) or len(row.shape) != 1 or row.stride != (1,) or row.dtype != torch.float32:
             raise CheckpointError(f"{file.path}: {key} is not one row of fp32 numbers: its form is not known here;"
                                   f" {_WAY_OUT}")  # fmt: skip
-        found[key] = row
-    if len({row.shape for row in found.values()}) != 1:
+        rows[key] = row
+    if len({row.shape for row in rows.values()}) != 1:
         raise CheckpointError(f"{file.path}: its rows have different lengths: it is damaged; {_WAY_OUT}")
-    return found
+    return rows
 
 
 def _starts(opened: Opened, file: TorchFile, parameters: list[Parameter], row: TensorRecord) -> list[int]:

@@ -64,9 +64,9 @@ def refuse_unknown(settings: Settings) -> None:
 def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: int, *, legacy: bool) -> ModelConfig:
     refuse_unknown(settings)
     sizes = {"num_layers": facts.num_layers, "hidden_size": facts.hidden_size, "ffn_hidden_size": facts.ffn_size}
-    for name, found in sizes.items():
-        if found is not None and (said := settings.count(name, found)) != found:
-            raise CheckpointError(f"{settings.where}: {name} is {said}, but {found} by the tensors that are there:"
+    for name, derived in sizes.items():
+        if derived is not None and (stated := settings.count(name, derived)) != derived:
+            raise CheckpointError(f"{settings.where}: {name} is {stated}, but {derived} by the tensors that are there:"
                                   " files are missing, or of another checkpoint")  # fmt: skip
     heads = settings.count("num_attention_heads", None) or given.count("num_attention_heads", None)
     if heads is None:
@@ -112,15 +112,15 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
 
 def _groups(settings: Settings, facts: Facts, heads: int, head_dim: int) -> int:
     groups = (facts.qkv_rows // head_dim - heads) // 2
-    said = settings.count("num_query_groups", None) if settings.get("group_query_attention", bool, False) else None
-    said = said or settings.count("num_key_value_heads", None)
-    found = int(said or groups)
-    is_whole = heads * head_dim == facts.attention_width and (heads + 2 * found) * head_dim == facts.qkv_rows
-    if not is_whole or found < 1 or heads % found:
+    stated = settings.count("num_query_groups", None) if settings.get("group_query_attention", bool, False) else None
+    stated = stated or settings.count("num_key_value_heads", None)
+    count = int(stated or groups)
+    is_whole = heads * head_dim == facts.attention_width and (heads + 2 * count) * head_dim == facts.qkv_rows
+    if not is_whole or count < 1 or heads % count:
         raise CheckpointError(f"{settings.where}: the projections of queries, keys and values have {facts.qkv_rows}"
-                              f" rows, which {heads} heads of {head_dim} channels with {found} groups of keys and"
+                              f" rows, which {heads} heads of {head_dim} channels with {count} groups of keys and"
                               " values do not make up")  # fmt: skip
-    return found
+    return count
 
 
 def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides) -> None:
@@ -287,11 +287,11 @@ _BALANCE = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
     """Set the experts of a model from the arguments, and from the tensors what these do not say."""
-    said, where = settings.document.get("num_experts"), settings.where
-    if said not in (None, 0, 1, [1]) and said != facts.num_experts:
+    stated, where = settings.document.get("num_experts"), settings.where
+    if stated not in (None, 0, 1, [1]) and stated != facts.num_experts:
         count = facts.num_experts or "none under the names that are known"
         there = f"the tensors have {count}"
-        raise CheckpointError(f"{where}: num_experts is {str(said)[:60]!r}, and so the model is a mixture of experts,"
+        raise CheckpointError(f"{where}: num_experts is {str(stated)[:60]!r}, and so the model is a mixture of experts,"
                               f" and {there}: it cannot be converted")  # fmt: skip
     if not facts.num_experts:
         return

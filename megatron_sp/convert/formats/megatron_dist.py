@@ -110,8 +110,8 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
     heads = {""} if not config.untie_embeddings_and_output_weights and "output_layer.weight" in weights else set()
     copies, filled = shard_copies(cut, shapes, place, tied_heads=heads)
     ours = dict(shapes)
-    there = {name.partition(".")[0] for name in weights if name.partition(".")[2] in shapes}
-    kinds = [kind for kind in KINDS if kind in there and options.optimizer]
+    present = {name.partition(".")[0] for name in weights if name.partition(".")[2] in shapes}
+    kinds = [kind for kind in KINDS if kind in present and options.optimizer]
     if kinds and config.has_experts:
         raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give"
                           " --no-optimizer")  # fmt: skip
@@ -150,15 +150,15 @@ def _as_stored(
 
 
 def _halves(copies: list[Copy], there: Mapping[str, tuple[int, ...]]) -> list[Copy]:
-    found = []
+    renamed = []
     for copy in copies:
         name, rows = copy.theirs.name, copy.theirs.index[:1]
         if copy.theirs.stored and f"{name}_w" in there and name not in there and rows:
             first = rows[0]
             assert isinstance(first, slice)
             copy = copy._replace(theirs=type(copy.theirs)(f"{name}_v" if first.start else f"{name}_w"))
-        found.append(copy)
-    return found
+        renamed.append(copy)
+    return renamed
 
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
@@ -230,13 +230,13 @@ class DistStore:
         source, info = self.sources[name], self._tensors[name]
         if source.block is None:
             return self._folder.read(source.key)
-        made = torch.empty(info.shape, dtype=info.dtype)
+        result = torch.empty(info.shape, dtype=info.dtype)
         for chunk in self._folder.tensors[source.key].chunks:
             offsets, sizes = chunk.rect
             if offsets[0] <= source.block < offsets[0] + sizes[0]:
                 part = self._read_block(source.key, chunk, source.block - offsets[0])
-                made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = part
-        return made
+                result[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = part
+        return result
 
     def _read_block(self, key: str, chunk: StoredChunk, number: int) -> Tensor:
         place = chunk.place
@@ -267,12 +267,12 @@ def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> I
     """
     parts = stored[:-1]
     sizes = tuple(size // count for size, count in zip(ours, parts, strict=True))
-    for at in itertools.product(*map(range, parts)):
-        first = tuple(i * size for i, size in zip(at, sizes, strict=True))
+    for part in itertools.product(*map(range, parts)):
+        first = tuple(i * size for i, size in zip(part, sizes, strict=True))
         inside = _inside(copy, ours, first, sizes)
         if inside is not None:
-            mine, theirs = inside
-            yield Copy(mine, View(copy.theirs.name, (*parts, *sizes), (*at, *theirs), stored=stored), copy.replica)
+            region, inner = inside
+            yield Copy(region, View(copy.theirs.name, (*parts, *sizes), (*part, *inner), stored=stored), copy.replica)
 
 
 def _inside(

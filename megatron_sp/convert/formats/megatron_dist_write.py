@@ -108,7 +108,7 @@ def _object_key(key: str, positions: list[tuple[int, int]]) -> str:
 
 
 def _stacks(store: Scattered, config: ModelConfig) -> Iterator[Stack]:
-    found: dict[str, list[str]] = {}
+    by_key: dict[str, list[str]] = {}
     with_experts, differ = config.expert_layers(config.num_layers or 0), _differs(config)
     for name in store.tensors():
         bare = name.partition("/")[2]
@@ -117,8 +117,8 @@ def _stacks(store: Scattered, config: ModelConfig) -> Iterator[Stack]:
         key = key.replace(".mlp.experts.", ".mlp.experts.experts.")
         if layer is not None and not differ:
             key = key.replace(f".layers.{layer[2]}.", ".layers.", 1)
-        found.setdefault(key, []).append(name)
-    for key, names in found.items():
+        by_key.setdefault(key, []).append(name)
+    for key, names in by_key.items():
         yield Stack(key, names, not differ and _LAYER.fullmatch(names[0].partition("/")[2]) is not None)
 
 
@@ -151,11 +151,11 @@ def _shares(cut: Cut, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, 
     stacked = ".mlp.experts." in name
     dim = (2 if ".linear_fc2." in name else 1) if stacked else 1 if cut.is_cut_along_columns(name) else 0
     halves = 2 if cut.is_gated and ".linear_fc1." in name else 1
-    each = shape[dim] // halves // cut.tp
+    width = shape[dim] // halves // cut.tp
     for half in range(halves):
         for rank in range(cut.tp):
             offsets, sizes = [0] * len(shape), list(shape)
-            offsets[dim], sizes[dim] = (half * cut.tp + rank) * each, each
+            offsets[dim], sizes[dim] = (half * cut.tp + rank) * width, width
             yield rank, tuple(offsets), tuple(sizes)
 
 

@@ -124,12 +124,12 @@ def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int
     if options.tokenizer is not None and (counted := tokenizer_size(options.tokenizer)) is not None:
         return _fitting(counted, padded, f"--tokenizer {options.tokenizer}: its size")
     divisible_by = settings.count("make_vocab_size_divisible_by", None)
-    said = settings.count("vocab_size", None)
-    if said is not None:
-        said += settings.get("tokenizer_type", str, "") == "NullTokenizer"  # its end-of-text token is not counted
-        fits = said <= padded if divisible_by is None else padded_size(said, divisible_by, tp) == padded
+    stated = settings.count("vocab_size", None)
+    if stated is not None:
+        stated += settings.get("tokenizer_type", str, "") == "NullTokenizer"  # its end-of-text token is not counted
+        fits = stated <= padded if divisible_by is None else padded_size(stated, divisible_by, tp) == padded
         if fits:
-            return int(said)
+            return int(stated)
     if divisible_by is not None and divisible_by * tp == 1:
         return padded
     raise ConfigError(f"{settings.where} has {padded} rows of the vocabulary, of which the last may only fill it up,"

@@ -40,17 +40,17 @@ def iteration_folder(path: Path, step: int | None) -> Path | None:
     if rank_folders(path) or (path / ".metadata").exists() or (path / "metadata.json").exists():
         return path
     matches = ((_ITERATION.fullmatch(child.name), child) for child in path.iterdir() if child.is_dir())
-    found = {int(match[1]): child for match, child in matches if match}
+    iterations = {int(match[1]): child for match, child in matches if match}
     if (path / "release").is_dir():
-        found.setdefault(0, path / "release")
-    if not found:
+        iterations.setdefault(0, path / "release")
+    if not iterations:
         return None
-    wanted = step if step is not None else _noted(path, found)
-    if wanted not in found:
-        has = ", ".join(child.name for _, child in sorted(found.items())[-5:])
+    wanted = step if step is not None else _noted(path, iterations)
+    if wanted not in iterations:
+        has = ", ".join(child.name for _, child in sorted(iterations.items())[-5:])
         raise CheckpointError(f"{path} has no iteration {wanted}: it has {has}; give one with --step")
-    require_inside(found[wanted], path)
-    return found[wanted]
+    require_inside(iterations[wanted], path)
+    return iterations[wanted]
 
 
 def _noted(path: Path, found: dict[int, Path]) -> int:
@@ -73,23 +73,23 @@ def rank_folders(path: Path) -> list[RankFolder]:
     """
     if not path.is_dir():
         return []
-    found: dict[tuple[int, int, int], Path] = {}
+    folders: dict[tuple[int, int, int], Path] = {}
     for child in sorted(path.iterdir()):
         match = _RANK.fullmatch(child.name)
         if match is None or not (child / MODEL).exists():
             continue
         require_inside(child, path)
-        found[int(match[1]), int(match[2] or 0), int(match[3] or 0)] = child
-    if not found:
+        folders[int(match[1]), int(match[2] or 0), int(match[3] or 0)] = child
+    if not folders:
         return []
-    tp, pp, ep = (1 + max(key[axis] for key in found) for axis in range(3))
-    if len(found) != tp * pp * ep:  # a name may claim any number of ranks: only the first missing ones are listed
+    tp, pp, ep = (1 + max(key[axis] for key in folders) for axis in range(3))
+    if len(folders) != tp * pp * ep:  # a name may claim any number of ranks: only the first missing ones are listed
         every = ((t, p, e) for p in range(pp) for t in range(tp) for e in range(ep))
-        missing = (rank_name(t, p, pp, e, ep) for t, p, e in every if (t, p, e) not in found)
+        missing = (rank_name(t, p, pp, e, ep) for t, p, e in every if (t, p, e) not in folders)
         sizes, axes = (f"{tp} x {pp}", "tp x pp") if ep == 1 else (f"{tp} x {pp} x {ep}", "tp x pp x ep")
-        raise CheckpointError(f"{path} has folders of {len(found)} ranks, and {sizes} are expected ({axes}):"
+        raise CheckpointError(f"{path} has folders of {len(folders)} ranks, and {sizes} are expected ({axes}):"
                               f" {', '.join(islice(missing, 8))} missing. Copy all of them to one place")  # fmt: skip
-    return [RankFolder(t, p, found[t, p, e], e) for p in range(pp) for e in range(ep) for t in range(tp)]
+    return [RankFolder(t, p, folders[t, p, e], e) for p in range(pp) for e in range(ep) for t in range(tp)]
 
 
 def rank_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
@@ -121,11 +121,11 @@ class Written(NamedTuple):
     @classmethod
     def of(cls, path: Path, tree: Mapping[Any, Any]) -> Written:
         args = tree.get("args")
-        there = args.attributes if isinstance(args, Object) else {}
+        stored = args.attributes if isinstance(args, Object) else {}
         entries = [(name, tree[name]) for name in _COUNTERS if name in tree]
-        entries += [(name, there[name]) for name in _ARGUMENTS if name in there]
+        entries += [(name, stored[name]) for name in _ARGUMENTS if name in stored]
         plain = {name: value for name, value in entries if isinstance(value, int | float | str | None)}
-        rank = there.get("rank")
+        rank = stored.get("rank")
         return cls(path, rank if is_count(rank) else None, plain)
 
 
@@ -272,8 +272,8 @@ def open_ranks(folders: list[RankFolder]) -> Opened:
             raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that"
                                   " Megatron writes")  # fmt: skip
         files.append(RankFile(rank, opened_file, opened_file.tree))
-    found = files[0].tree.get("args")
-    args = found.attributes if isinstance(found, Object) and found.name == "argparse.Namespace" else {}
+    saved = files[0].tree.get("args")
+    args = saved.attributes if isinstance(saved, Object) and saved.name == "argparse.Namespace" else {}
     ep, pp = args.get("expert_model_parallel_size"), args.get("pipeline_model_parallel_size")
     if isinstance(ep, int) and ep > 1 and not (isinstance(pp, int) and pp > 1):
         for file in files:  # without stages the second number of a folder's name is that of the share of the experts
@@ -295,22 +295,22 @@ def open_ranks(folders: list[RankFolder]) -> Opened:
 def _models(file: RankFile) -> list[tuple[int, Any]]:
     if "model" in file.tree:
         return [(0, file.tree["model"])]
-    found = [file.tree[f"model{i}"] for i in range(len(file.tree)) if f"model{i}" in file.tree]
-    if not found:
+    chunks = [file.tree[f"model{i}"] for i in range(len(file.tree)) if f"model{i}" in file.tree]
+    if not chunks:
         has = ", ".join(str(key)[:40] for key in list(file.tree)[:10])
         raise CheckpointError(f"{file.file.path} has no model in it, but {has or 'nothing'}: is it one of Megatron's?")
-    return list(enumerate(found))
+    return list(enumerate(chunks))
 
 
 def _flat(file: RankFile, model: Any) -> dict[str, TensorRecord]:
     if not isinstance(model, dict):
         raise CheckpointError(f"{file.file.path}: the model must be a dict of tensors, found a {type(model).__name__}")
-    found: dict[str, TensorRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
     for name, record in _leaves(model, ""):
-        if name in found:
+        if name in tensors:
             raise CheckpointError(f"{file.file.path} has two tensors that are called {name[:200]}")
-        found[name] = record
-    return found
+        tensors[name] = record
+    return tensors
 
 
 def _leaves(node: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, TensorRecord]]:
@@ -323,14 +323,14 @@ def _leaves(node: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tu
 
 def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack: str) -> ModelChunk:
     prefix = f"{file.rank.path.name}/" + (f"model{number}/" if "model" not in file.tree else "")
-    found: dict[str, Stored] = {}
+    by_name: dict[str, Stored] = {}
     for name, record in tensors.items():
         ours = names.canonical(name, stack)
-        if ours in found:
-            raise CheckpointError(f"{file.file.path}: {name[:200]} and {found[ours].shown.rsplit(':', 1)[-1]} are the"
+        if ours in by_name:
+            raise CheckpointError(f"{file.file.path}: {name[:200]} and {by_name[ours].shown.rsplit(':', 1)[-1]} are the"
                                   " same parameter under two names")  # fmt: skip
-        found[ours] = Stored(record, f"{prefix}:{name}")
-    return ModelChunk(file.rank, number, prefix, found)
+        by_name[ours] = Stored(record, f"{prefix}:{name}")
+    return ModelChunk(file.rank, number, prefix, by_name)
 
 
 def places(opened: Opened) -> list[Shard]:
@@ -338,7 +338,7 @@ def places(opened: Opened) -> list[Shard]:
     by_key = {(c.number, c.rank.pp_rank, (c.rank.ep_rank, c.rank.tp_rank)): c for c in opened.chunks}
     rounds = 1 + max(chunk.number for chunk in opened.chunks)
     stages = [(number, pp_rank) for number in range(rounds) for pp_rank in range(opened.pp)]
-    found, first = [], 0
+    shards, first = [], 0
     for stage in stages:
         ranks = [(ep_rank, tp_rank) for ep_rank in range(opened.ep) for tp_rank in range(opened.tp)]
         group = [by_key.get((*stage, rank)) for rank in ranks]
@@ -349,6 +349,6 @@ def places(opened: Opened) -> list[Shard]:
         for (ep_rank, tp_rank), chunk in zip(ranks, group, strict=True):
             assert chunk is not None
             ends = stage == stages[0], stage == stages[-1]
-            found.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, *ends, ep_rank))
+            shards.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, *ends, ep_rank))
         first += group[0].num_layers if group[0] else 0
-    return found
+    return shards

@@ -57,7 +57,7 @@ _EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(linear_fc[12])\.(weight|bias)
 
 def extra_states(names: Iterable[str]) -> list[str]:
     """Return the key of Transformer Engine's FP8 state for each linear layer of the blocks, which loaders expect."""
-    return [f"{found[1]}._extra_state" for name in names if (found := _LINEAR.fullmatch(name))]
+    return [f"{match[1]}._extra_state" for name in names if (match := _LINEAR.fullmatch(name))]
 
 
 def is_legacy(name: str) -> bool:

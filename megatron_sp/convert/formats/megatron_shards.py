@@ -111,21 +111,21 @@ class Cut:
     def _experts(
         self, ours: str, shape: tuple[int, ...], theirs: str, rank: int, ep_rank: int
     ) -> Iterator[tuple[View, View]]:
-        found = _EXPERT.fullmatch(theirs)
-        assert found is not None
+        match = _EXPERT.fullmatch(theirs)
+        assert match is not None
         own = shape[0] // self.ep
         for number in range(own):
-            expert, name = ep_rank * own + number, f"{found[1]}{number}.{found[2]}"
-            if found[2] == "linear_fc2.bias":
+            expert, name = ep_rank * own + number, f"{match[1]}{number}.{match[2]}"
+            if match[2] == "linear_fc2.bias":
                 yield View(ours, None, (expert,)), View(name)
-            elif found[2] == "linear_fc2.weight":
+            elif match[2] == "linear_fc2.weight":
                 yield View(ours, None, (expert, ALL, self._share(shape[2], rank))), View(name)
             elif self.is_gated:
-                each, stored = shape[1] // 2 // self.tp, (shape[1] // self.tp, *shape[2:])
+                half_rows, stored = shape[1] // 2 // self.tp, (shape[1] // self.tp, *shape[2:])
                 for half in range(2):
-                    first = half * shape[1] // 2 + rank * each
-                    region = View(name, None, (slice(half * each, (half + 1) * each),), stored=stored)
-                    yield View(ours, None, (expert, slice(first, first + each))), region
+                    first = half * shape[1] // 2 + rank * half_rows
+                    region = View(name, None, (slice(half * half_rows, (half + 1) * half_rows),), stored=stored)
+                    yield View(ours, None, (expert, slice(first, first + half_rows))), region
             else:
                 yield View(ours, None, (expert, self._share(shape[1], rank))), View(name)
 
@@ -140,8 +140,8 @@ class Cut:
         return max(0, min(rows, vocab_size - rank * rows))
 
     def _share(self, size: int, rank: int) -> slice:
-        each = size // self.tp
-        return slice(rank * each, (rank + 1) * each)
+        width = size // self.tp
+        return slice(rank * width, (rank + 1) * width)
 
     def _vocabulary(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> tuple[View, View]:
         rows, here = self.padded_vocab_size // self.tp, self._rows(shape[0], rank)
@@ -150,11 +150,11 @@ class Cut:
         return View(ours, None, (slice(first, first + here),)), stored
 
     def _gated(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
-        each, stored = shape[0] // 2 // self.tp, (shape[0] // self.tp, *shape[1:])
+        half_rows, stored = shape[0] // 2 // self.tp, (shape[0] // self.tp, *shape[1:])
         for half in range(2):
-            first = half * shape[0] // 2 + rank * each
-            region = View(theirs, None, (slice(half * each, (half + 1) * each),), stored=stored)
-            yield View(ours, None, (slice(first, first + each),)), region
+            first = half * shape[0] // 2 + rank * half_rows
+            region = View(theirs, None, (slice(half * half_rows, (half + 1) * half_rows),), stored=stored)
+            yield View(ours, None, (slice(first, first + half_rows),)), region
 
     def _channels(self, width: int) -> Iterator[tuple[slice, slice]]:
         n = self.neighbours
@@ -168,11 +168,11 @@ class Cut:
         groups, stored = s.g // self.tp, (shape[0] // self.tp, *rest)
         whole = (s.g, s.r + 2, s.d, *rest)
         inner = (groups, s.r + 2, s.d, *rest)
-        mine = slice(rank * groups, (rank + 1) * groups)
+        own = slice(rank * groups, (rank + 1) * groups)
         turning = slice(0, s.r + 1)  # queries and key
         for here, there in self._channels(s.d):
-            yield View(ours, whole, (mine, turning, here)), View(theirs, inner, (ALL, turning, there), stored=stored)
-        yield View(ours, whole, (mine, s.r + 1)), View(theirs, inner, (ALL, s.r + 1), stored=stored)
+            yield View(ours, whole, (own, turning, here)), View(theirs, inner, (ALL, turning, there), stored=stored)
+        yield View(ours, whole, (own, s.r + 1)), View(theirs, inner, (ALL, s.r + 1), stored=stored)
 
     def _qkv(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
         s, rest = Sizes.of(self.config), shape[1:]
@@ -185,14 +185,14 @@ class Cut:
                 queries = View(theirs, inner, (slice(j * s.r, (j + 1) * s.r),), stored=stored)
                 yield View(ours, whole, (group, slice(0, s.r))), queries
                 for part in range(2):
-                    at = groups * s.r + part * groups + j
-                    yield View(ours, whole, (group, s.r + part)), View(theirs, inner, (at,), stored=stored)
+                    row = groups * s.r + part * groups + j
+                    yield View(ours, whole, (group, s.r + part)), View(theirs, inner, (row,), stored=stored)
             return
-        mine = slice(rank * groups, (rank + 1) * groups)
+        own = slice(rank * groups, (rank + 1) * groups)
         for part in range(3):  # one query head for each key and value: these versions had no grouped queries
             v0 = View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
             v1 = View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored)
-            yield View(ours, whole, (mine, part)), v0 if self.qkv == "v0" else v1
+            yield View(ours, whole, (own, part)), v0 if self.qkv == "v0" else v1
 
 
 def local_name(name: str, place: Shard) -> str | None:

@@ -90,28 +90,28 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: 
 def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[str, str]:
     if not options.optimizer or not model.has_optimizer:
         return {}
-    there = {name.split(".")[1] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
-    if not {"exp_avg", "exp_avg_sq"} <= there:
+    kinds = {name.split(".")[1] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
+    if not {"exp_avg", "exp_avg_sq"} <= kinds:
         return {}  # the optimizer is not Adam
     if model.config.has_experts:
         raise ConfigError("the optimizer's state of a mixture of experts cannot be written for Megatron: give"
                           " --no-optimizer")  # fmt: skip
     require_state(model, options)
     is_half = any(info.dtype in _HALF for info in weights.tensors().values())
-    found = {kind: f"{OPTIMIZER}{kind}." for kind in ("exp_avg", "exp_avg_sq")}
-    return {**found, "master": f"{OPTIMIZER}master." if "master" in there else ""} if is_half else found
+    sources = {kind: f"{OPTIMIZER}{kind}." for kind in ("exp_avg", "exp_avg_sq")}
+    return {**sources, "master": f"{OPTIMIZER}master." if "master" in kinds else ""} if is_half else sources
 
 
 def require_state(model: Model, options: Options) -> None:
     own = model.dtypes
-    kept = {name: info.dtype for name, info in model.store.tensors().items() if name.startswith(OPTIMIZER)}
-    has_master = any(name.startswith(f"{OPTIMIZER}master.") for name in kept)
+    dtypes = {name: info.dtype for name, info in model.store.tensors().items() if name.startswith(OPTIMIZER)}
+    has_master = any(name.startswith(f"{OPTIMIZER}master.") for name in dtypes)
     if has_master and options.dtype is not None and own != {options.dtype}:
         named, theirs = (str(dtype).removeprefix("torch.") for dtype in (options.dtype, max(own, key=str)))
         raise ConfigError(f"--dtype {named}: the optimizer's state is that of a {theirs} model, and its fp32 copies do"
                           f" not round to {named} weights made of {theirs} ones; leave --dtype out, or give"
                           " --no-optimizer")  # fmt: skip
-    if torch.float64 in own | set(kept.values()) and options.dtype is None:
+    if torch.float64 in own | set(dtypes.values()) and options.dtype is None:
         raise ConfigError("the run is in float64, and this format keeps the optimizer's state in float32: give --dtype"
                           " float32 to round everything, or --no-optimizer")  # fmt: skip
 
@@ -141,22 +141,22 @@ def require_layout(model: Model, options: Options) -> None:
 
 def _places(model: Model, options: Options) -> list[Shard]:
     assert model.config.num_layers
-    each = model.config.num_layers // options.pp
+    layers = model.config.num_layers // options.pp
     places = []
     for p, e, t in itertools.product(range(options.pp), range(options.ep), range(options.tp)):
         prefix, ends = f"{rank_name(t, p, options.pp, e, options.ep)}/", (p == 0, p == options.pp - 1)
-        places.append(Shard(prefix, t, p * each, each, *ends, e))
+        places.append(Shard(prefix, t, p * layers, layers, *ends, e))
     return places
 
 
 def _tree(model: Model, plan: Plan, place: Shard, options: Options, progress: Progress) -> dict[str, Any]:
     names = options.megatron_names
-    mine = {name: info for name, info in plan.weights.tensors().items() if name.startswith(place.prefix)}
-    ordered = sorted(mine, key=lambda name: _position(name, place, plan, names))
+    of_place = {name: info for name, info in plan.weights.tensors().items() if name.startswith(place.prefix)}
+    ordered = sorted(of_place, key=lambda name: _position(name, place, plan, names))
     flat = {_written(name, place, plan, names): lazy(plan.weights, name, progress) for name in ordered}
     args = namespace(
         model, tp=options.tp, pp=options.pp, ep=options.ep, padded_vocab_size=plan.cut.padded_vocab_size,
-        legacy=names == "legacy", params_dtype=next(iter(mine.values())).dtype, rank=plan.places.index(place),
+        legacy=names == "legacy", params_dtype=next(iter(of_place.values())).dtype, rank=plan.places.index(place),
     )  # fmt: skip
     tree: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0,
@@ -206,14 +206,14 @@ _LEGACY_PARTS = (
 
 def nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
     """Return the nested dicts of legacy files; keys of the innermost dict are the rest of the names, with dots."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, tensor in flat.items():
         prefix = next(part for part in _LEGACY_PARTS if name.startswith(part))
-        at = found
+        node = tree
         for key in prefix.rstrip(".").split("."):
-            at = at.setdefault(key, {})
-        at[name.removeprefix(prefix)] = tensor
-    return found
+            node = node.setdefault(key, {})
+        node[name.removeprefix(prefix)] = tensor
+    return tree
 
 
 def _optimizer(model: Model, plan: Plan, names: list[str], place: Shard, progress: Progress) -> dict[str, Any]:

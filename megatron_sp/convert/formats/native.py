@@ -56,13 +56,13 @@ class Native:
         shapes = parameter_shapes(config.model, num_classes)
         wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
         correspondence = Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted))
-        found = match_tensors(str(folder), correspondence, reader, {}, tied={})
+        coverage = match_tensors(str(folder), correspondence, reader, {}, tied={})
         converted = state.get("converted")
         tokenizer, notes = tokenizer_of(config, state, folder, options)
         return Model(
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
-            num_classes=num_classes, fates=found.fates, tokenizer=tokenizer, notes=notes,
+            num_classes=num_classes, fates=coverage.fates, tokenizer=tokenizer, notes=notes,
             tokenizer_type=_tokenizer_type(config, state) if options.tokenizer is None else None,
             eod_id=config.data.eod_id, settings={**(converted if isinstance(converted, dict) else {}), "native": state},
             num_updates=_count(state, "num_updates") if "num_updates" in state else None,
@@ -103,9 +103,9 @@ class _Cast:
 
     def __init__(self, model: Model, options: Options) -> None:
         self._store, self._dtype = model.store, options.dtype
-        self._tensors, there = {}, model.store.tensors()
+        self._tensors, stored = {}, model.store.tensors()
         self._wide: dict[str, str] = {}  # name of the weight that a wide copy belongs to, by the copy's name
-        for name, info in there.items():
+        for name, info in stored.items():
             of_optimizer = name.startswith(OPTIMIZER)
             if of_optimizer and not options.optimizer:
                 continue
@@ -113,7 +113,7 @@ class _Cast:
             self._tensors[name] = TensorInfo(info.shape, dtype)
             copy = f"{OPTIMIZER}master.{name}"
             narrows = info.dtype == torch.float32 and dtype.itemsize < info.dtype.itemsize
-            if narrows and options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in there and copy not in there:
+            if narrows and options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in stored and copy not in stored:
                 self._tensors[copy], self._wide[copy] = info, name
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -144,13 +144,13 @@ def _rows_of(reader: NativeReader, name: str) -> int:
 
 
 def _optimizer_shapes(shapes: dict[str, tuple[int, ...]], reader: NativeReader) -> dict[str, tuple[int, ...]]:
-    found = {}
+    of_optimizer = {}
     for name in reader.tensors():
         if name.startswith(OPTIMIZER):
             kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
             if kind in KINDS and parameter in shapes:
-                found[name] = shapes[parameter]
-    return found
+                of_optimizer[name] = shapes[parameter]
+    return of_optimizer
 
 
 def _count(state: dict[str, Any], name: str) -> int:
@@ -195,8 +195,8 @@ def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
     record = kept.Record.from_json(state.get("tokenizer"))
     if record is not None:
         return record.type
-    said = state["config"].get("data")
-    return config.data.tokenizer_type if isinstance(said, dict) and said.get("tokenizer_type") else None
+    flags = state["config"].get("data")
+    return config.data.tokenizer_type if isinstance(flags, dict) and flags.get("tokenizer_type") else None
 
 
 def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any] | None:

@@ -18,9 +18,9 @@ FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 def detect(path: Path) -> Format:
     """Return the only format whose files are in a folder."""
-    found = [format for format in FORMATS.values() if format.recognises(path)]
-    if len(found) == 1:
-        return found[0]
-    names = " and ".join(format.name for format in found)
-    what = f"looks like {names}" if found else "holds no checkpoint that is known here"
+    matching = [format for format in FORMATS.values() if format.recognises(path)]
+    if len(matching) == 1:
+        return matching[0]
+    names = " and ".join(format.name for format in matching)
+    what = f"looks like {names}" if matching else "holds no checkpoint that is known here"
     raise CheckpointError(f"{path} {what}: give --from with one of {', '.join(FORMATS)}")
