@@ -40,7 +40,7 @@ _APEX_AND_TORCH: tuple[Literal["apex", "torch"], ...] = ("apex", "torch")
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """What computes an operation here, and why."""
+    """Whose kernel computes an op, and why."""
 
     op: str
     name: FusedKernelName
