@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.nobody import Call, join_nobody, put
-from megatron_sp.training import step
+from megatron_sp.training import sequences
 
 Kind = Literal["cpu", "cuda"]
 CAPABILITY = (9, 0)
@@ -249,7 +249,7 @@ class FakeDevice(TorchDispatchMode):
             self.calls.append(Call(op, group, num_bytes, self._place()))
 
     def compare(self, micro_batches: Any, groups: Any) -> None:
-        """Stand for ``same_sequences.require_same_sequences``, which reads what all ranks say."""
+        """Stand for ``sequences.require_same_sequences``, which reads what all ranks say."""
         if max(groups.cp.size(), groups.pp.size()) > 1:
             all_reduce(torch.empty(2 * groups.dp_size, dtype=torch.int64, device=_META), groups.world)
 
@@ -350,7 +350,7 @@ def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1
     with ExitStack() as undo:
         _replace_all(device, undo)
         join_nobody(undo, world_size, rank, "nccl" if kind == "cuda" else "gloo", device.send)
-        put(undo, step, "require_same_sequences", device.compare)
+        put(undo, sequences, "require_same_sequences", device.compare)
         with device:
             yield device
 
