@@ -176,7 +176,7 @@ class _Backward:
         needs_heads = self.needs_normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params)
         gathered = self.plan.tp.enter_async(grad)
         remade: Projection | None = None
-        if needs_heads and self.run.remakes:
+        if needs_heads and self.run.heads == "remade":
             normed, _ = normed_by(self.x, self.norm)
             remade = Projection(rows_of(self.plan.tp.enter_async(normed).wait()), params.w_qkv, params.b_qkv)
             del normed

@@ -18,9 +18,10 @@ Without overlap each exchange is waited for as soon as it has been started. The 
 differentiated by hand. The attention itself is in a ``Core``: where that names a kernel whose backward can be called
 (``Core.kernel``), so is one chunk's attention, and else it is an ordinary autograd graph, which backward runs.
 
-Where attention's results are kept (``ops/attention_kernels.py``), q, k and v need not be: backward projects and sends them
-again, chunk by chunk, and only those of two chunks exist at a time. A recomputation that finds the results of its first
-pass does no more than the output projection; --recompute-qkv does the same without one.
+A chunk's heads are *fresh* in backward, kept since the forward pass, or *remade*: where attention's results are kept
+(``ops/attention_kernels.py``), q, k and v need not be, and backward projects and sends them again, chunk by chunk, so that
+only those of two chunks exist at a time. A recomputation that finds the results of its first pass does no more than the
+output projection; --recompute-qkv does the same without one.
 
     backward   again 1 | d out 1 | again 0, attention 1 | d out 0 | attention 0 | ...
 """
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -163,13 +164,6 @@ class _Graph:
     leaves: tuple[Tensor, Tensor, Tensor]
     out: Tensor
 
-    def release(self) -> tuple[Tensor, ...]:
-        # nothing: the graph has saved what it needs
-        return ()
-
-    def restore(self, saved: Iterator[Tensor]) -> None:
-        """Take what ``release`` has returned."""
-
 
 @dataclass
 class _Call:
@@ -196,26 +190,25 @@ class HeadsPass:
     """One forward and backward pass of a block's heads through exchanges and attention.
 
     Both passes have three phases for each chunk: project and send, attend, send back.
-
-    Attributes:
-        remakes: backward makes the heads again.
-        results_are_own: the results that it needs for that are saved with the op, not by a recomputation around it.
     """
 
     def __init__(self, plan: AttentionPlan, core: Core, x: Tensor, train: bool) -> None:
-        self.plan, self.core, self.train = plan, core, train
+        self.plan, self.core = plan, core
         positions = x.shape[0] * plan.tp.parts
         self.sp, self.batch, self.tokens = plan.sp, x.shape[1], positions * x.shape[1]
         self.padded_length = positions * plan.sp.size
         self.is_alone = plan.sp.size == 1 and positions == plan.seq_length  # what is exchanged comes back as it is
         self.is_16_bit = x.dtype in (torch.bfloat16, torch.float16)
         self.replays = plan.kept is not None and plan.kept.replays
-        self.has_received = self.replays and plan.keeps_received
-        self.remakes = train and (self.replays or plan.remakes_heads)
-        self.results_are_own = self.remakes and not self.replays
-        self.results = KeptTensors() if self.results_are_own else None
-        self.of_chunks: list[KeptTensors | None] = []
-        self.states: list[_Graph | _Call | None] = []
+        # what backward finds of q, k and v; "none" if there is no backward
+        self.heads: Literal["none", "fresh", "remade"] = "none"
+        if train:
+            self.heads = "remade" if self.replays or plan.remakes_heads else "fresh"
+        # saved with the op, unless they are those of a recomputation around it
+        self.results = KeptTensors() if self.heads == "remade" and not self.replays else None
+        # of each chunk, for backward: its attention, or the results with which that is made again; None if there is no
+        # backward, or if this rank has no queries in the chunk
+        self.states: list[_Graph | _Call | KeptTensors | None] = []
 
     # forward
 
@@ -244,7 +237,7 @@ class HeadsPass:
         """Hand out the tensors that backward needs and no graph has saved, until ``restore``."""
         released: list[Tensor] = []
         for state in self.states:
-            if state is not None:
+            if isinstance(state, _Call):  # a graph has saved what it needs
                 released += state.release()
         return released if self.results is None else released + self.results.release()
 
@@ -252,7 +245,7 @@ class HeadsPass:
         """Take back what ``release`` has handed out."""
         tensors = iter(saved)
         for state in self.states:
-            if state is not None:
+            if isinstance(state, _Call):
                 state.restore(tensors)
         if self.results is not None:
             self.results.restore(tensors)
@@ -268,9 +261,8 @@ class HeadsPass:
         going: list[Handle] = []
         for chunk in self.plan.chunks:
             results = self.plan.kept.section("chunk") if chunk.shares[self.sp.rank].queries else None
-            self.of_chunks.append(results)
-            self.states.append(None)
-            if not self.has_received:
+            self.states.append(results)
+            if not self.plan.keeps_received:
                 out = _output_of(results) if results is not None else like.new_empty(self.plan.seq_length, 0)
                 going.append(self._send_back(chunk, out))
         return going
@@ -295,15 +287,14 @@ class HeadsPass:
         share = chunk.shares[self.sp.rank]
         if not share.queries:
             self.states.append(None)
-            self.of_chunks.append(None)
             return recv_buffers[0].new_empty(self.plan.seq_length, 0)
         root = self.plan.kept if self.plan.kept is not None else self.results
         results = None if root is None else root.section("chunk")
-        state = self._state(chunk.messages, recv_buffers, share, shared, results, train=self.train and not self.remakes)
+        fresh = self.heads == "fresh"
+        state = self._state(chunk.messages, recv_buffers, share, shared, results, train=fresh)
         if results is not None and not any(state.out is tensor for tensor in results.find("attention")):
             results.keep("output", state.out)
-        self.states.append(state if self.train and not self.remakes else None)
-        self.of_chunks.append(results)
+        self.states.append(state if fresh else results if self.heads == "remade" else None)
         return state.out.detach()
 
     def _state(
@@ -361,12 +352,13 @@ class HeadsPass:
         """
         d, chunks = self.plan.head_dim, self.plan.chunks
         count = self.sp.size * len(chunks)
-        if count == 1 and not self.has_received:
+        has_received = self.replays and self.plan.keeps_received
+        if count == 1 and not has_received:
             yield slice(0, len(chunks[0].shares[0].queries) * d), going[0].wait().reshape(self.tokens, -1)
             return
         joins = count > 1 and (count > _FEW or self.is_16_bit)
         n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)
-        if self.has_received:
+        if has_received:
             assert self.plan.kept is not None
             places = [slice(0, n * d)] if joins else [columns for columns, _ in self._columns()]
             yield from zip(places, self.plan.kept.take("received"), strict=True)
@@ -430,18 +422,18 @@ class HeadsPass:
             self.sp.mark(ATTENTION)
             d_out = coming.pop(index).wait()
             chunk, (state, self.states[index]) = chunks[index], (self.states[index], None)
-            share = chunk.shares[self.sp.rank]
-            if self.remakes:
-                recv_buffers, results = [handle.wait() for handle in again.pop(index)], self.of_chunks[index]
-                self.of_chunks[index] = None
-                if share.queries:
-                    state = self._state(chunk.again, recv_buffers, share, shared, results, train=True)
+            share, messages = chunk.shares[self.sp.rank], chunk.messages
+            if remade is not None:
+                messages = chunk.back
+                recv_buffers = [handle.wait() for handle in again.pop(index)]
+                if isinstance(state, KeptTensors):
+                    state = self._state(chunk.again, recv_buffers, share, shared, state, train=True)
                     if isinstance(state, _Graph) and state.heads[1] is not None:
                         sources[share.uses.start] = state
-                del recv_buffers, results
-            messages = chunk.back if self.remakes else chunk.messages
+                del recv_buffers
             d_recv_buffers: dict[str, Tensor] = {}
             if state is not None:
+                assert not isinstance(state, KeptTensors), "the heads were to be made again, and nothing was given to make them from"
                 d_recv_buffers, of_chunk = self._attend_backward(state, sources, d_out, share, d_shared)
                 of_core = [add(total, g) for total, g in zip(of_core, of_chunk, strict=True)]
             if share.keys:
