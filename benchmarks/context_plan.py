@@ -222,7 +222,7 @@ exchange is our plan's in every line: a ring sends 1.00, whatever the cut. By ar
 
 {cuts}
 
-Our cut keeps chunks of a document together where balance allows it (`megatron_sp/parallel/context_dealing.py`). With 8 chunks
+Our cut keeps chunks of a document together where balance allows it (`megatron_sp/parallel/load_balancing.py`). With 8 chunks
 it sends about 60 % of what the rule alone sends, in two thirds of the pieces; with the number of chunks that it takes by itself
 about half. Zigzags of each document are balanced as well, and send what one document sends, in an order of magnitude more pieces.
 

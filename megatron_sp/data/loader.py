@@ -9,7 +9,7 @@ indices in each, and shared memory for every batch.
 The order of the samples is a pure function of their number, so a resumed run needs no other state. The global batch of
 a step is the next ids of one order that all ranks share; each chunk of ``micro_batch_size * dp_size`` of them is one
 micro-batch, of which data parallel rank r takes the r-th slice. With --balance-rows they are put into another order
-first (``parallel/row_dealing.py``), which changes only who reads a sample. Another ``dp_size`` or micro-batch size on
+first (``parallel/row_balancing.py``), which changes only who reads a sample. Another ``dp_size`` or micro-batch size on
 resume only distributes the same ids differently. ``single`` is the data set's own order. ``cyclic`` draws a new
 permutation in every epoch, keyed by (seed, epoch); unlike Megatron-LM's, it does not depend on the number of ranks.
 """
@@ -48,7 +48,7 @@ class BatchLoader:
         digests: add the digests of the samples (``digests``) to each batch, computed where the samples are read, and the
             samples' places in the global batch.
         deal_rows: returns, given the ids of a global batch, its places in the order in which they are dealt to the ranks,
-            the same on every rank (``parallel/row_dealing.py``); None: by index. It runs where the samples are read.
+            the same on every rank (``parallel/row_balancing.py``); None: by index. It runs where the samples are read.
     """
 
     def __init__(

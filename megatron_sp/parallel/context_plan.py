@@ -27,8 +27,8 @@ from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple
 
-from megatron_sp.parallel.context_dealing import deal_chunks, spread_over
 from megatron_sp.parallel.heads import deal
+from megatron_sp.parallel.load_balancing import deal_chunks, spread_over
 from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 
 PieceKind = Literal["full", "diagonal", "band"]
@@ -181,7 +181,7 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Ru
     """Deal the positions of a row to the cp ranks so that all compute about as many pairs, with about as many positions.
 
     The row is cut into equal chunks, the same number for each rank. With one chunk each, rank i has chunk i; else
-    ``context_dealing.py`` deals them by area. All sequences of the micro-batch are cut alike, by the sum of their areas.
+    ``load_balancing.py`` deals them by area. All sequences of the micro-batch are cut alike, by the sum of their areas.
 
     Without ``num_chunks``, the number is 1 for a bidirectional row, whose chunks are all alike, and for windows up to a
     quarter of the row, of which each chunk needs one more. Else it is the fewest of 1, 2, 4 and 8 (and 16 for documents)

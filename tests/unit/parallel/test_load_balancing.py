@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from megatron_sp.parallel.context_dealing import deal_chunks, spread_over
+from megatron_sp.parallel.load_balancing import deal_chunks, spread_over
 
 
 def test_documents_over_chunks() -> None:

@@ -8,7 +8,7 @@ times the attention of a row of short ones, and all ranks wait for the slowest a
 row changes: the loss is a sum over the rows of a step, dropout is keyed by their ids, and what is recorded of them is
 in the order of the global batch. So losses, gradients and weights are the same to rounding, and so are checkpoints.
 
-The rows go to ranks as chunks go to cp ranks (``context_dealing.py``), the largest first and each to the rank with the
+The rows go to ranks as chunks go to cp ranks (``load_balancing.py``), the largest first and each to the rank with the
 least so far, and swaps at the end. A rank takes its own in order of area, so that large rows are computed at the same
 time everywhere: with --zero-stage 2 and 3 ranks wait for one another in every micro-batch. Dynamic context parallelism
 (Megatron-LM #2282) and WLB-LLM (arXiv:2503.17924) even out more, by other groups of ranks for long documents or other
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_sp.parallel.context_dealing import deal_chunks
+from megatron_sp.parallel.load_balancing import deal_chunks
 
 
 @dataclass(frozen=True)
