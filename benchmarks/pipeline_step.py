@@ -398,7 +398,7 @@ class Slices:
         from megatron_sp.estimate.flops import pairs_per_position
         from megatron_sp.parallel.parallel_context import ParallelContext
         from megatron_sp.parallel.row_mask import RowMask
-        from megatron_sp.parallel.slice_cut import cut_into_slices
+        from megatron_sp.parallel.sequence_slices import cut_into_slices
 
         self.layout = ParallelContext(num_slices=count)
         self._tokens, self._mask = task["shape"]["tokens"], RowMask(task["shape"]["tokens"])
@@ -419,7 +419,7 @@ class Slices:
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.parallel.context_plan import plan_context
         from megatron_sp.parallel.forward_context import ForwardContext
-        from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
+        from megatron_sp.parallel.sequence_slices import KeysOfSlices, RowSlice
 
         if len(self._runs) == 1:
             return ForwardContext(AttentionMask(), length=self._tokens, whole_length=self._tokens)

@@ -15,7 +15,6 @@ from megatron_sp.config.schema import ModelConfig, ParallelConfig
 from megatron_sp.estimate.flops import pairs_per_position
 from megatron_sp.parallel.context_plan import ContextPlan, PieceKind, cut_row, plan_context
 from megatron_sp.parallel.row_mask import RowMask, Runs, merge_runs
-from megatron_sp.parallel.slice_cut import cut_into_slices
 
 
 @dataclass(frozen=True)
@@ -177,6 +176,8 @@ def slice_forms(model: ModelConfig, parallel: ParallelConfig) -> tuple[ContextFo
 
 @lru_cache(maxsize=64)
 def _forms_of_slices(mask: RowMask, cp_size: int, num_chunks: int | None, num_slices: int, cost: float) -> tuple[ContextForm, ...]:
+    from megatron_sp.parallel.sequence_slices import cut_into_slices  # which a run without slices does without
+
     found = list[ContextForm]()
     keys: tuple[Runs, ...] = ((),) * cp_size
     for run in cut_into_slices(mask, num_slices, cost):

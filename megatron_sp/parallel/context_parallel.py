@@ -48,8 +48,8 @@ from megatron_sp.ops.partial_attention import (
     wide_dtype,
 )
 from megatron_sp.parallel.context_plan import ContextPlan, Run
-from megatron_sp.parallel.row_slices import SliceKeys
 from megatron_sp.parallel.sequence_parallel import ContextParallel
+from megatron_sp.parallel.sequence_slices import SliceKeys
 
 
 class ContextAttention(NamedTuple):

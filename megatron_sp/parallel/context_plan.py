@@ -192,7 +192,7 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Ru
 
     Args:
         num_chunks: chunks for each rank; fewer in a row that has fewer positions.
-        part: only these positions, a slice of the row (``row_slices.py``); None: all.
+        part: only these positions, a slice of the row (``sequence_slices.py``); None: all.
     Returns:
         Runs of positions of each rank, in order, chunks that follow one another as one run. Numbers of positions differ
         by at most the number of chunks; a rank has none only if there are fewer positions than ranks.
@@ -274,7 +274,7 @@ class ContextPlan:
     Attributes:
         mask: the mask.
         runs: runs of positions of each rank, in order, which it has the queries of.
-        keys: runs of positions that it has the keys of: the same, or with slices of the row (``row_slices.py``) those of all slices
+        keys: runs of positions that it has the keys of: the same, or with slices of the row (``sequence_slices.py``) those of all slices
             so far. The L_i of a key's row are those of these runs.
         cp_size: number of ranks.
         lengths: L_i, number of positions of each rank's queries.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_sp.parallel.context_plan import ContextPlan
     from megatron_sp.parallel.pipeline_stages import Stage
     from megatron_sp.parallel.router_pass import RouterPass
-    from megatron_sp.parallel.row_slices import RowSlice
+    from megatron_sp.parallel.sequence_slices import RowSlice
 
 MicroBatch = dict[str, Tensor]
 TABLE = "table"  # unit of an embedding's table that the first and the last rank of a pipeline share

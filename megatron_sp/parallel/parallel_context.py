@@ -26,7 +26,7 @@ from megatron_sp.utils.numbers import round_up
 if TYPE_CHECKING:
     from megatron_sp.comm.recorder import Recorder
     from megatron_sp.parallel.pipeline_stages import Stage
-    from megatron_sp.parallel.row_slices import RowSlice
+    from megatron_sp.parallel.sequence_slices import RowSlice
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from megatron_sp.parallel.pipeline_check import check_plan
 from megatron_sp.parallel.pipeline_orders import forward_plan, plan_pipeline
 from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, Costs, PipelineKind, PipelinePlan
 from megatron_sp.parallel.pipeline_stages import Stage, cut_model
-from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
-from megatron_sp.parallel.slice_cut import cut_into_slices
+from megatron_sp.parallel.sequence_slices import KeysOfSlices, RowSlice, cut_into_slices
 
 if TYPE_CHECKING:
     from megatron_sp.parallel.router_pass import RouterStep

@@ -76,11 +76,12 @@ SUITES = {
     ),
     "pipelines": Suite(
         (
-            "parallel/pipeline.py", "parallel/pipeline_stages.py", "parallel/row_slices.py", "parallel/slice_cut.py",
+            "parallel/pipeline.py", "parallel/pipeline_stages.py", "parallel/sequence_slices.py",
             "training/pipelined.py", "training/step.py",
         ),
         (
-            "tests/unit/training/test_step.py", "tests/unit/parallel/test_row_slices.py", "tests/unit/parallel/test_pipeline_stages.py",
+            "tests/unit/training/test_step.py", "tests/unit/parallel/test_sequence_slices.py",
+            "tests/unit/parallel/test_pipeline_stages.py",
             f"{GRID}::test_pipelines", f"{GRID}::test_delayed_weight_gradients", "tests/dist/test_delayed_weights.py",
             "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_pipeline.py",
         ),

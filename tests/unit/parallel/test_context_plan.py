@@ -13,7 +13,7 @@ import pytest
 from megatron_sp.parallel.context_plan import ContextPlan, Piece, cut_row, plan_context
 from megatron_sp.parallel.heads import deal
 from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
-from megatron_sp.parallel.slice_cut import cut_into_slices
+from megatron_sp.parallel.sequence_slices import cut_into_slices
 
 Pair = tuple[int, int, int]  # sequence, position of the query, position of the key
 

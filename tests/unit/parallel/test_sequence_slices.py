@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
+from megatron_sp.parallel.sequence_slices import KeysOfSlices, RowSlice
 
 
 def test_keys_are_there_for_later_slices_and_gone_with_their_own_backward() -> None:
