@@ -38,8 +38,8 @@ class FlatOptimizer:
     Args:
         tp: ranks that hold other parts of the same parameters.
         everybody: all ranks over which units are split, by tp or into ranges.
-        whole: ranks that have the whole model once, over tp and pipeline, if units are not split into ranges; None:
-        tp.
+        whole: ranks that have the whole model once, over tp and pipeline, if units are not split into ranges (default:
+            ``tp``).
         host: where the master weights are, if not on the model's device.
         kernel: whose kernel updates with AdamW; the state is the same.
         counted_elsewhere: units, by index, that another rank of ``whole`` has, too, and counts in the norm.

@@ -26,8 +26,7 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
 
     Args:
         alike: for each unit, what it is one of many of (blocks, experts), which share ``num_buffers``; empty for
-        others;
-            "whole" for those that are in no pool.
+            others; "whole" for those that are in no pool.
         tied: the head uses the embedding's table, so both are full at the same time.
     """
     # units that are neither, unless tied, are used far apart in a micro-batch, and share one buffer

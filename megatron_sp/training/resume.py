@@ -1,25 +1,27 @@
-"""Checks of a resumed run: its learning-rate schedule and its training data must be those of the checkpoint.
+"""Checks of a resumed run: its learning-rate schedule, its training data and its model must be those of the checkpoint.
 
-Both would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The model's shape
-is checked in ``training/resume.py``, the tokenizer in ``training/run_tokenizer.py``.
+The first two would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The
+tokenizer is checked in ``training/run_tokenizer.py``. A dry run checks the model, too, so torch is not imported here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_sp.checkpoint.stored_config import stored_configuration
-from megatron_sp.comm.groups import Group
 from megatron_sp.config.concessions import is_read
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.rules_model import settle_gelu
 from megatron_sp.config.schema import Config, ModelConfig, OptimizerConfig, diff
-from megatron_sp.data.build import Datasets
 from megatron_sp.optim.lr_schedule import LRSchedule
-from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.groups import Group
+    from megatron_sp.data.build import Datasets
+    from megatron_sp.training.sample_history import SampleHistory
 
 
 def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule: LRSchedule) -> LRSchedule:
@@ -73,6 +75,8 @@ def resume_samples(
         DataError: the data differ, without --accept-data-change.
         CheckpointError: the stored history is invalid.
     """
+    from megatron_sp.training.sample_history import SampleHistory
+
     then = stored.get("evaluation_data")
     for name, now in datasets.evaluation_fingerprints.items():
         if isinstance(then, dict) and then.get(name, now) != now:

@@ -43,9 +43,7 @@ def _all_at_once(prefix: str, log: str) -> None:
         time.sleep(0.05)  # wide enough for the others to arrive
         return real(*args)
 
-    import megatron_sp.data.gpt_dataset as module
-
-    module.build_gpt_index = counted  # type: ignore[assignment]
+    gpt_index.build_gpt_index = counted  # type: ignore[assignment]
     dist.barrier()
     sets = build(prefix)
     assert isinstance(sets.train.index.sample, np.memmap)
