@@ -289,6 +289,7 @@ class _StackedGrad:
     # of a parameter [E, ...]: each expert's first part overwrites what is there
     def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
         self._main_grad, self._param = main_grad, param
+        self._shape = param.shape  # with ZeRO 3 the parameter may be away when a gradient that was put off is written
         # until the main_grad asks for the gradient; None: parts are added at once
         self.kept: list[_Part | _PartOfAll] | None = []
         if main_grad is None or not main_grad.later(param, self._write):
@@ -299,9 +300,9 @@ class _StackedGrad:
         param, reserved = self._param, None if self._main_grad is None else self._main_grad.reserve(self._param)
         self._held = reserved is not None
         if reserved is None:
-            reserved = torch.empty(param.shape, dtype=sum_dtype(param.dtype), device=param.device), True
+            reserved = torch.empty(self._shape, dtype=sum_dtype(param.dtype), device=param.device), True
         self._view, fresh = reserved
-        self._fresh = [fresh] * len(param)
+        self._fresh = [fresh] * self._shape[0]
 
     def _write(self) -> None:
         kept, self.kept = self.kept or [], None

@@ -259,6 +259,8 @@ EXPERTS = [
     moe(2, cp=2, tp=2, tp_seq=True, model={"num_experts": 4, **SHARED, **BALANCED}, seq=3, batch=1),
     *(moe(pp=2, schedule=kind, micro_batches=3, model=SHARED | BALANCED | {"num_layers": 4}, zero=zero) for zero, kind in enumerate(KINDS)),
     moe(2, pp=2, dp=2, schedule="zb1p", micro_batches=2, model=GLOBAL | {"num_layers": 4}, kernels=FULL),
+    # weights that are away when their gradients, which were put off, are written
+    moe(pp=2, schedule="zbv", layers=(1, 1, 1, 3), micro_batches=3, model=SHARED | SIX, zero=3),
     moe(pp=2, schedule="slices", slices=2, micro_batches=2, model=BALANCED),
     # a stage without experts
     *(moe(2, pp=2, dp=2, model=GLOBAL | {"num_layers": 2, "moe_layer_freq": has}) for has in ("[1,0]", "[0,1]")),
