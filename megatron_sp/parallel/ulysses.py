@@ -109,11 +109,7 @@ class GraphCore:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Plan of one block's attention on this rank.
-
-    Attributes:
-        tp, sp: the groups.
-    """
+    """Plan of one block's attention on this rank."""
 
     chunks: tuple[HeadChunk, ...]  # the exchanges of the heads
     head_dim: int
