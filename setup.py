@@ -10,7 +10,9 @@ HERE = Path(__file__).parent
 
 def version() -> str:
     """The version from the sources, without importing them."""
-    found = re.search(r'^__version__ = "([^"]+)"', (HERE / "megatron_sp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r'^__version__ = "([^"]+)"', (HERE / "megatron_sp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
     if not found:
         raise RuntimeError("megatron_sp/__init__.py has no line that sets __version__")
     return found.group(1)
@@ -61,7 +63,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_sp", "megatron_sp.*"]),
-    package_data={"megatron_sp.report": ["page.css", "page.js", "scales.js"], "megatron_sp.config.flags": ["foreign_flags.txt"]},
+    package_data={
+        "megatron_sp.report": ["page.css", "page.js", "scales.js"],
+        "megatron_sp.config.flags": ["foreign_flags.txt"],
+    },
     python_requires=">=3.10",
     install_requires=[
         # 2.10 has addmm(out_dtype=, out=) and no longer runs code from a crafted weights_only file (CVE-2026-24747); 2.11 is the oldest

@@ -35,7 +35,15 @@ from megatron_sp.parallel.row_balancing import RowDealer, area_of_documents, ord
 
 K = 1024
 HIDDEN = 4096
-LAYOUTS = ((8, 1, 1), (8, 4, 1), (8, 1, 4), (8, 16, 1), (64, 1, 1), (64, 8, 1), (64, 2, 4))  # dp, micro-batches, rows of each
+LAYOUTS = (
+    (8, 1, 1),
+    (8, 4, 1),
+    (8, 1, 4),
+    (8, 16, 1),
+    (64, 1, 1),
+    (64, 8, 1),
+    (64, 2, 4),
+)  # dp, micro-batches, rows of each
 
 
 class Balance(NamedTuple):
@@ -74,12 +82,19 @@ def table_of_balance(steps: int, k: int) -> Iterator[str]:
             chance = random.Random(0)
             found: dict[str, list[Balance]] = {"by index": [], "dealt": []}
             for _ in range(max(1, steps // dp)):
-                areas = [area_of_documents(np.array(row(chance, s, whole)), True, None) for _ in range(dp * micro_batches * b)]
+                areas = [
+                    area_of_documents(np.array(row(chance, s, whole)), True, None)
+                    for _ in range(dp * micro_batches * b)
+                ]
                 found["by index"].append(balance_of(areas, np.arange(len(areas)), s, dp, b))
                 found["dealt"].append(balance_of(areas, order_by_area(areas, b, dp), s, dp, b))
             means = [[fmean(step[measure] for step in found[how]) for how in found] for measure in range(3)]
             cells = [f"{before:.2f} -> {after:.2f}" for before, after in means]
-            yield f"| {s // k}K | {'the row' if whole else 'a quarter'} | {dp} | {micro_batches} | {b} | " + " | ".join(cells) + " |"
+            yield (
+                f"| {s // k}K | {'the row' if whole else 'a quarter'} | {dp} | {micro_batches} | {b} | "
+                + " | ".join(cells)
+                + " |"
+            )
 
 
 def least_ms(rounds: int, work: Callable[[], object]) -> float:
@@ -101,7 +116,9 @@ def table_of_costs(rounds: int, k: int) -> Iterator[str]:
             with IndexedDatasetWriter(Path(folder) / "x", dtype=np.uint16) as writer:
                 for _ in range(num_rows + 1):
                     for length in row(chance, s, True):
-                        writer.add_document(np.append(np.ones(length - 1, np.int64), 2) if length > 1 else np.array([2]))
+                        writer.add_document(
+                            np.append(np.ones(length - 1, np.int64), 2) if length > 1 else np.array([2])
+                        )
             tokenizer = NullTokenizer(3)
             indexed = IndexedDataset(Path(folder) / "x")
             options = GPTOptions(s, 1)

@@ -26,7 +26,9 @@ class Child:
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self.name = name
         try:
-            self._process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(
+                command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         except OSError as error:
             raise ChildError(f"{name}: cannot start {command[0]}: {error.strerror}") from None
 
@@ -53,7 +55,9 @@ class Child:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise ChildError(f"{self.name}: the process ended with code {code} during '{self._action}'; its messages are above")
+            raise ChildError(
+                f"{self.name}: the process ended with code {code} during '{self._action}'; its messages are above"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise ChildError(f"{self.name}: {answer['error']}")

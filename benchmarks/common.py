@@ -105,7 +105,9 @@ def reset_peak_memory() -> bool:
 def git_revision() -> str:
     """The commit of this checkout, with ``+`` if files differ from it; empty outside git."""
     try:
-        run = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
     return run.stdout.strip()
@@ -118,7 +120,12 @@ def child_environment(threads: int, extra: Iterable[str] = ()) -> dict[str, str]
         ValueError: an entry of ``extra`` is not KEY=VALUE.
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     for entry in extra:
         key, equals, value = entry.partition("=")
         if not key or not equals:
@@ -188,7 +195,10 @@ def compact_json(value: Any, width: int = 120, indent: str = "") -> str:
         return json.dumps(value)
     inner = indent + "  "
     if isinstance(value, dict):
-        ends, parts = "{}", [f"{json.dumps(name)}: {compact_json(entry, width, inner)}" for name, entry in value.items()]
+        ends, parts = (
+            "{}",
+            [f"{json.dumps(name)}: {compact_json(entry, width, inner)}" for name, entry in value.items()],
+        )
     else:
         ends, parts = "[]", [compact_json(entry, width, inner) for entry in value]
     line = ends[0] + ", ".join(parts) + ends[1]

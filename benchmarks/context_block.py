@@ -38,7 +38,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import REPOSITORY, Stats, child_environment, load_average, print_table, ratios, write_json
-from context_contenders import PEERS, RING, Contender, Ours, PlainBlock, block_of, contenders, packed_row, random_rows, random_weights
+from context_contenders import (
+    PEERS,
+    RING,
+    Contender,
+    Ours,
+    PlainBlock,
+    block_of,
+    contenders,
+    packed_row,
+    random_rows,
+    random_weights,
+)
 from hosts import HostsError, answering, in_turn, run_workers
 from wire import bytes_sent
 
@@ -55,12 +66,20 @@ WRONG = 0.05
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=[2, 4])
-    parser.add_argument("--links", nargs="+", default=["1", "2"], help="Gbit/s of a link between two hosts, or loopback")
+    parser.add_argument(
+        "--links", nargs="+", default=["1", "2"], help="Gbit/s of a link between two hosts, or loopback"
+    )
     parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS)
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
-    parser.add_argument("--rounds", type=int, default=15, help="measured rounds (default: 15); 0: bytes and errors alone")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="measured rounds (default: 15); 0: bytes and errors alone"
+    )
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--peer-python", default=str(REPOSITORY / ".venv-peers" / "bin" / "python"), help="an interpreter with the peers")
+    parser.add_argument(
+        "--peer-python",
+        default=str(REPOSITORY / ".venv-peers" / "bin" / "python"),
+        help="an interpreter with the peers",
+    )
     parser.add_argument("--no-peer", action="store_true", help="without the peers, in this interpreter")
     parser.add_argument("--seq-length", type=int)
     parser.add_argument("--stages-ahead", type=int, default=1, help="--cp-stages-ahead of ours")
@@ -91,7 +110,10 @@ def summarise(ranks: int, mask: str, raw: dict[str, Any]) -> dict[str, Any]:
         results["bytes"][name] = {"mean": fmean(sent), "worst": max(sent)}
     if RING in results["bytes"]:
         of_ring = results["bytes"][ours]["mean"] / results["bytes"][RING]["mean"]
-        results["bars"]["bytes of ring-flash-attention"] = {"found": of_ring, "bar": BYTES_BAR[mask] if ranks == 4 else None}
+        results["bars"]["bytes of ring-flash-attention"] = {
+            "found": of_ring,
+            "bar": BYTES_BAR[mask] if ranks == 4 else None,
+        }
     for level, seconds in raw["seconds"].items():
         results["seconds"][level] = {name: Stats.of(values) for name, values in seconds.items()}
         for name in (*raw["bytes"], "control"):
@@ -104,7 +126,12 @@ def summarise(ranks: int, mask: str, raw: dict[str, Any]) -> dict[str, Any]:
             best = min(racing, key=lambda name: results["seconds"][level][name].median)
             bar = TIME_BAR.get(mask) if (ranks, level) == (2, "attention") else None
             of_best = ratios(seconds[ours], seconds[best])
-            results["bars"][f"{level}, time of {best}"] = {"found": of_best.median, "low": of_best.low, "high": of_best.high, "bar": bar}
+            results["bars"][f"{level}, time of {best}"] = {
+                "found": of_best.median,
+                "low": of_best.low,
+                "high": of_best.high,
+                "bar": bar,
+            }
     hidden = results["hidden"]
     if "attention, control" in hidden:
         share = hidden[f"attention, {ours}"].median / hidden["attention, control"].median
@@ -119,7 +146,15 @@ def report(ranks: int, link: str, mask: str, raw: dict[str, Any], results: dict[
         errors = raw["errors"].get(name)
         interface = f"{fmean(raw['interface'][name]) / 1e6:.3f}" if raw["interface"] else ""
         of_it = " ".join(f"{error:.1e}" for error in errors) if errors else ""
-        rows.append([name, *(f"{sent[which] / 1e6:.3f}" for which in ("mean", "worst")), interface, of_it, raw["wrong"].get(name, "")])
+        rows.append(
+            [
+                name,
+                *(f"{sent[which] / 1e6:.3f}" for which in ("mean", "worst")),
+                interface,
+                of_it,
+                raw["wrong"].get(name, ""),
+            ]
+        )
     rows.append(["one kernel call", "", "", "", " ".join(f"{error:.1e}" for error in raw["errors"]["one call"]), ""])
     header = ["", "MB a rank", "worst rank", "interface", "errors: out dq dk dv", ""]
     print_table(title, header, rows, [f"{name}: {reason}" for name, reason in raw["left_out"].items()])
@@ -142,7 +177,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.seq_length:
         shape["seq_length"] = options.seq_length
     if not options.no_peer and not Path(options.peer_python).exists():
-        print(f"{options.peer_python} does not exist: run benchmarks/setup_peers.sh ring, or use --no-peer", file=sys.stderr)
+        print(
+            f"{options.peer_python} does not exist: run benchmarks/setup_peers.sh ring, or use --no-peer",
+            file=sys.stderr,
+        )
         return 2
     everything: dict[str, Any] = {"shape": shape, "rounds": options.rounds, "cells": {}}
     versions: dict[str, str] = {}
@@ -341,7 +379,9 @@ def _counted(run: Callable[[], Any]) -> list[int]:
 def _counters() -> list[int]:
     sent, interface = bytes_sent(), Path("/sys/class/net/veth0/statistics/tx_bytes")
     if sent is None:
-        raise RuntimeError("this kernel does not count the bytes of a connection (tcp_info): bytes cannot be measured here")
+        raise RuntimeError(
+            "this kernel does not count the bytes of a connection (tcp_info): bytes cannot be measured here"
+        )
     return [sent, *([int(interface.read_text())] if interface.exists() else [])]
 
 
@@ -421,7 +461,9 @@ def with_controls(runs: dict[str, Callable[[], Any]], ours: str) -> dict[str, Ca
         for _ in range(count):
             torch.mm(a, a, out=out)
 
-    times = torch.tensor([min(_seconds(f) for _ in range(3)) for f in (found[f"{ours}, compute"], lambda: products(20))])
+    times = torch.tensor(
+        [min(_seconds(f) for _ in range(3)) for f in (found[f"{ours}, compute"], lambda: products(20))]
+    )
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     each = max(1, round(float(times[0] / times[1]) * 20 / max(1, len(under))))  # for each exchange
 
@@ -436,7 +478,11 @@ def with_controls(runs: dict[str, Callable[[], Any]], ours: str) -> dict[str, Ca
             for work in works:
                 work.wait()
 
-    return found | {"control": both, "control, products": alone, "control, exchanges": found[f"{ours}, exchanges"]} if under else found
+    return (
+        found | {"control": both, "control, products": alone, "control, exchanges": found[f"{ours}, exchanges"]}
+        if under
+        else found
+    )
 
 
 def _seconds(fn: Callable[[], Any]) -> float:

@@ -13,7 +13,10 @@ from typing import Any
 
 OURS = {2: {"cp 2": (1, 2), "sp 2": (2, 1)}, 4: {"cp 4": (1, 4), "sp 4": (4, 1), "sp 2 x cp 2": (2, 2)}}  # (sp, cp)
 RING, USP = "ring-flash-attention", "USP"
-PEERS = {2: {RING: (1, 2), "USP 1 x 2": (1, 2), "USP 2 x 1": (2, 1)}, 4: {RING: (1, 4), "USP 2 x 2": (2, 2)}}  # (Ulysses, ring)
+PEERS = {
+    2: {RING: (1, 2), "USP 1 x 2": (1, 2), "USP 2 x 1": (2, 1)},
+    4: {RING: (1, 4), "USP 2 x 2": (2, 2)},
+}  # (Ulysses, ring)
 
 
 def packed_row(length: int) -> tuple[int, ...]:
@@ -81,7 +84,9 @@ def contenders(task: dict[str, Any], mask: str, length: int) -> tuple[dict[str, 
 class Ours(Contender):
     """Context parallelism planned from the mask, Ulysses, or both."""
 
-    def __init__(self, task: dict[str, Any], length: int, ends: tuple[int, ...] | None, window: int | None, sp: int, cp: int) -> None:
+    def __init__(
+        self, task: dict[str, Any], length: int, ends: tuple[int, ...] | None, window: int | None, sp: int, cp: int
+    ) -> None:
         import torch
 
         from megatron_sp.comm.groups import ParallelGroups
@@ -93,7 +98,9 @@ class Ours(Contender):
 
         groups = ParallelGroups.create(torch.device("cpu"), sp_size=sp, cp_size=cp)
         mode, chunks = ("chunked", 2) if sp > 1 else ("none", 1)
-        self.layout = ParallelContext.of(groups, mode=mode, num_chunks=chunks, overlap=True, cp_stages_ahead=task["stages_ahead"])  # type: ignore[arg-type]
+        self.layout = ParallelContext.of(
+            groups, mode=mode, num_chunks=chunks, overlap=True, cp_stages_ahead=task["stages_ahead"]
+        )  # type: ignore[arg-type]
         documents = None if ends is None else (ends,)
         row = RowMask(length, window=window, documents=documents)
         cut = self.layout.cut(row)
@@ -115,7 +122,9 @@ class Ours(Contender):
         assert self.plan is not None
         q, kv = leaves
         q.grad = kv.grad = None
-        out = context_attention(q[:, :, None], kv, self.plan, self.layout.cp, piece_kernel("sdpa", q), batch=1).out[:, :, 0]
+        out = context_attention(q[:, :, None], kv, self.plan, self.layout.cp, piece_kernel("sdpa", q), batch=1).out[
+            :, :, 0
+        ]
         out.backward(grad)
         return [out.detach(), q.grad, *kv.grad.unbind(2)]
 
@@ -164,7 +173,9 @@ class Usp(Contender):
         set_seq_parallel_pg(ulysses, ring, task["rank"], task["ranks"])  # the layer keeps its groups
         self.window = (-1, -1) if window is None else (window - 1, 0)
         self.layer = LongContextAttention(ring_impl_type="zigzag")
-        self.positions = zigzag_extract_local(torch.arange(length)[None], task["rank"], task["ranks"], rd=ring, ud=ulysses)[0]
+        self.positions = zigzag_extract_local(
+            torch.arange(length)[None], task["rank"], task["ranks"], rd=ring, ud=ulysses
+        )[0]
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         return self.layer(q[None], k[None], v[None], causal=True, window_size=self.window)[0]
@@ -252,4 +263,6 @@ def random_rows(shape: dict[str, int], length: int, count: int) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(length, shape["num_heads"], shape["head_dim"], generator=generator).bfloat16() for _ in range(count)]
+    return [
+        torch.randn(length, shape["num_heads"], shape["head_dim"], generator=generator).bfloat16() for _ in range(count)
+    ]

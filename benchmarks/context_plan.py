@@ -138,7 +138,10 @@ def masks_by_kind(k: int, sizes: Sequence[int]) -> dict[str, list[tuple[RowMask,
                 add("windows", RowMask(s, window=window))
         for median, sigma in ((300, 0.7), (1500, 1.4), (8000, 1.0)):
             for b in (1, 4):
-                add(f"documents, median {median:,}", RowMask(s, documents=tuple(packed_row(chance, s, median, sigma) for _ in range(b))))
+                add(
+                    f"documents, median {median:,}",
+                    RowMask(s, documents=tuple(packed_row(chance, s, median, sigma) for _ in range(b))),
+                )
         documents = tuple([packed_row(chance, s)])
         add("documents, window 4,096", RowMask(s, window=4 * k, documents=documents))
         if s <= 64 * k:
@@ -157,7 +160,10 @@ def balance_rule(mask: RowMask, c: int) -> tuple[Runs, ...]:
     """The fewest chunks, up to 8, that are balanced within 2 %, else the best of them."""
     cuts = [cut_row(mask, c, k) for k in CHUNKS[:4]]
     balances = [plan_context(mask, cut).balance for cut in cuts]
-    return next((cut for cut, balance in zip(cuts, balances, strict=True) if balance <= 1.02), cuts[balances.index(min(balances))])
+    return next(
+        (cut for cut, balance in zip(cuts, balances, strict=True) if balance <= 1.02),
+        cuts[balances.index(min(balances))],
+    )
 
 
 RULES: dict[str, Cut] = {
@@ -168,17 +174,26 @@ RULES: dict[str, Cut] = {
 
 def table_of_rules(k: int, sizes: Sequence[int]) -> Iterator[str]:
     """A line for each kind of mask and rule: time / that of the best number of chunks, mean (worst case), by what a row costs."""
-    yield "| mask | rule | " + " | ".join(f"a row costs {cost:,} pairs" for cost in PAIRS_PER_ROW) + " | balance | ring share |"
+    yield (
+        "| mask | rule | "
+        + " | ".join(f"a row costs {cost:,} pairs" for cost in PAIRS_PER_ROW)
+        + " | balance | ring share |"
+    )
     yield "|---" * (4 + len(PAIRS_PER_ROW)) + "|"
     for kind, cases in masks_by_kind(k, sizes).items():
         best = [
             {cost: min(times[cost] for times in of_all) for cost in PAIRS_PER_ROW}
-            for of_all in ([times_of(plan_context(mask, cut_row(mask, c, chunks))) for chunks in CHUNKS] for mask, c in cases)
+            for of_all in (
+                [times_of(plan_context(mask, cut_row(mask, c, chunks))) for chunks in CHUNKS] for mask, c in cases
+            )
         ]
         for name, rule in RULES.items():
             plans = [plan_context(mask, rule(mask, c)) for mask, c in cases]
             times = [times_of(plan) for plan in plans]
-            ratios = {cost: [of_plan[cost] / of_best[cost] for of_plan, of_best in zip(times, best, strict=True)] for cost in PAIRS_PER_ROW}
+            ratios = {
+                cost: [of_plan[cost] / of_best[cost] for of_plan, of_best in zip(times, best, strict=True)]
+                for cost in PAIRS_PER_ROW
+            }
             cells = [f"{fmean(of_cost):.2f} ({max(of_cost):.2f})" for of_cost in ratios.values()]
             shares = f"{fmean(plan.balance for plan in plans):.2f} | {fmean(plan.ring_share for plan in plans):.2f}"
             yield f"| {kind} | {name} | " + " | ".join(cells) + f" | {shares} |"
@@ -193,7 +208,9 @@ def table_of_times(k: int, rounds: int) -> Iterator[str]:
     yield "| row | documents | cp | cut, ms | plan of a rank, ms | again, ms |"
     yield "|---" * 6 + "|"
     for s, c in ((64, 8), (256, 8), (1024, 8), (1024, 64)):
-        for documents in sorted({packed_row(chance, k * s), tuple([*sorted(chance.sample(range(1, k * s), 999)), k * s])}, key=len):
+        for documents in sorted(
+            {packed_row(chance, k * s), tuple([*sorted(chance.sample(range(1, k * s), 999)), k * s])}, key=len
+        ):
             least = [math.inf] * 3
             for turn in range(rounds):  # another length each time, so that nothing is known
                 mask = RowMask(k * s + turn, documents=((*documents, k * s + turn) if turn else documents,))
@@ -207,7 +224,9 @@ def table_of_times(k: int, rounds: int) -> Iterator[str]:
                 plan_context(RowMask(mask.length, documents=mask.documents), cut_row(mask, c)).pieces(1, 0)
                 again = time.perf_counter()
                 least = [min(pair) for pair in zip(least, (cut - began, planned - cut, again - planned), strict=True)]
-            yield f"| {s}K | {len(documents):,} | {c} | " + " | ".join(f"{1e3 * seconds:.2f}" for seconds in least) + " |"
+            yield (
+                f"| {s}K | {len(documents):,} | {c} | " + " | ".join(f"{1e3 * seconds:.2f}" for seconds in least) + " |"
+            )
 
 
 PAGE = """# The plan of context parallelism, simulated
@@ -254,7 +273,11 @@ receives), then both again, which are remembered. Of each length a packed row an
 
 def page(rows: int, smoke: bool) -> str:
     k = 16 if smoke else 1024
-    tables = table_of_cuts(rows, k), table_of_rules(k, (2,) if smoke else (2, 4, 8, 16)), table_of_times(k, 1 if smoke else 5)
+    tables = (
+        table_of_cuts(rows, k),
+        table_of_rules(k, (2,) if smoke else (2, 4, 8, 16)),
+        table_of_times(k, 1 if smoke else 5),
+    )
     cuts, rules, times = ("\n".join(table) for table in tables)
     return PAGE.format(rows=rows, cuts=cuts, rules=rules, times=times)
 

@@ -105,7 +105,9 @@ def convert(source: Path, target: str, output: Path) -> tuple[float, int]:
     """(seconds within the process after its imports are not told apart from them: all of it; peak resident KiB)."""
     began = time.perf_counter()
     words = [sys.executable, "-c", _CHILD, "convert", "--input", str(source), "--to", target, "--output", str(output)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(_ROOT)})
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(_ROOT)}
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return time.perf_counter() - began, int(done.stdout.split()[-1])
@@ -119,7 +121,9 @@ def measure(folder: Path, gb: float, rounds: int) -> dict[str, Any]:
     """All rounds of both directions."""
     num_bytes, largest = make_source(folder / "hf", int(gb * 1e9))
     imports = int(subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout)
-    rows: dict[str, dict[str, list[float]]] = {d: {"convert": [], "copy": [], "memory": []} for d in ("hf -> native", "native -> hf")}
+    rows: dict[str, dict[str, list[float]]] = {
+        d: {"convert": [], "copy": [], "memory": []} for d in ("hf -> native", "native -> hf")
+    }
     for number in range(rounds):
         native, back = folder / f"native-{number}", folder / f"back-{number}"
         for direction, source, target, output in (
@@ -153,7 +157,16 @@ def main() -> None:
     rows = []
     for name, row in found["directions"].items():
         rate, plain = (found["bytes"] / row[key] / 1e6 for key in ("convert", "copy"))
-        rows.append([name, f"{rate:.0f}", f"{plain:.0f}", f"{rate / plain:.2f}", f"{row['memory']:.0f}", f"{found['limit_mb']:.0f}"])
+        rows.append(
+            [
+                name,
+                f"{rate:.0f}",
+                f"{plain:.0f}",
+                f"{rate / plain:.2f}",
+                f"{row['memory']:.0f}",
+                f"{found['limit_mb']:.0f}",
+            ]
+        )
     headings = ["direction", "MB/s", "copy + SHA-256, MB/s", "ratio", "memory above imports, MB", "limit, MB"]
     print_table(f"{found['bytes'] / 1e9:.2f} GB, largest tensor {found['largest_tensor'] / 1e6:.0f} MB", headings, rows)
     if args.json:

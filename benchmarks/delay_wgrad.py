@@ -38,7 +38,9 @@ LAYERS = 3
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=["0.4", "1"], help="Gbit/s of a link between two hosts, or loopback")
+    parser.add_argument(
+        "--links", nargs="+", default=["0.4", "1"], help="Gbit/s of a link between two hosts, or loopback"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="measured rounds (default: 15)")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape: does it run at all?")
@@ -64,7 +66,10 @@ def main(argv: list[str] | None = None) -> int:
                 print(error, file=sys.stderr)
                 return 1
             versions, seconds = raw["versions"], raw["seconds"]
-            exposed = {each: Stats.of(r - 1 for r in ratios(seconds[each], seconds["compute"]).values) for each in ("plain", "delayed")}
+            exposed = {
+                each: Stats.of(r - 1 for r in ratios(seconds[each], seconds["compute"]).values)
+                for each in ("plain", "delayed")
+            }
             ratio = ratios(seconds["delayed"], seconds["plain"])
             of = {each: Stats.of(values) for each, values in seconds.items()}
             rows.append([name, *(of[each].text("s") for each in ("compute", "plain", "delayed")),
@@ -134,14 +139,20 @@ class Blocks:
         (s, b, h, heads), self.exchanges = task["shape"], exchanges
         is_cp = task["way"] == "cp"
         groups = ParallelGroups.create(torch.device("cpu"), **({"cp_size": RANKS} if is_cp else {"sp_size": RANKS}))
-        layout = ParallelContext.of(groups, mode="none" if is_cp else task["way"], num_chunks=task["chunks"], overlap=not is_cp)
+        layout = ParallelContext.of(
+            groups, mode="none" if is_cp else task["way"], num_chunks=task["chunks"], overlap=not is_cp
+        )
         config = ModelConfig(
             num_layers=LAYERS, hidden_size=h, num_attention_heads=heads, seq_length=s, vocab_size=8, attention_dropout=0.0,
             hidden_dropout=0.0,
         )  # fmt: skip
-        self.model = nn.ModuleList(TransformerBlock(config, i, f"decoder.layers.{i}", 1, torch.float32, layout) for i in range(LAYERS))
+        self.model = nn.ModuleList(
+            TransformerBlock(config, i, f"decoder.layers.{i}", 1, torch.float32, layout) for i in range(LAYERS)
+        )
         units = [FlatUnit(str(i), block.named_parameters()) for i, block in enumerate(self.model)]
-        self.gradients = FlatGradients(units, SINGLE_RANK, delayed=delayed_weights(self.model, layout.tp) if delays else ())
+        self.gradients = FlatGradients(
+            units, SINGLE_RANK, delayed=delayed_weights(self.model, layout.tp) if delays else ()
+        )
         attach_main_grad(self.model, self.gradients)
         row = RowMask(s)
         cut = layout.cut(row)

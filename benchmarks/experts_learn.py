@@ -43,14 +43,34 @@ RUNS = {"dense": ["--ffn-hidden-size", "512"], "experts": ["--ffn-hidden-size", 
 
 def prepare(folder: Path, num_bytes: str | None) -> list[str]:
     """Make text, tokenizer and tokens; return the flags that name them."""
-    tools, corpus, prefix, model = REPOSITORY / "tools", folder / "corpus.jsonl", folder / "corpus", folder / "tokenizer.model"
+    tools, corpus, prefix, model = (
+        REPOSITORY / "tools",
+        folder / "corpus.jsonl",
+        folder / "corpus",
+        folder / "tokenizer.model",
+    )
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
     for script, *flags in (
         ["make_corpus.py", "--output", str(corpus), *(["--max-bytes", num_bytes] if num_bytes else [])],
         ["train_tokenizer.py", "--input", str(corpus), "--output", str(model)],
-        ["preprocess_data.py", "--input", str(corpus), "--output-prefix", str(prefix), *tokenizer, "--append-eod", "--workers", "2"],
+        [
+            "preprocess_data.py",
+            "--input",
+            str(corpus),
+            "--output-prefix",
+            str(prefix),
+            *tokenizer,
+            "--append-eod",
+            "--workers",
+            "2",
+        ],
     ):
-        subprocess.run([sys.executable, str(tools / script), *flags], check=True, env=child_environment(1), stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, str(tools / script), *flags],
+            check=True,
+            env=child_environment(1),
+            stdout=subprocess.DEVNULL,
+        )
     return ["--data-path", f"{prefix}_text_document", *tokenizer]
 
 
@@ -67,7 +87,9 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 1), layout="constrained")
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
     for color, (name, records) in zip(("tab:gray", "tab:blue"), runs.items(), strict=True):
         above.plot(*curve(records, "train"), color=color, linewidth=0.8, alpha=0.6)
         above.plot(*curve(records, "valid"), color=color, marker="o", markersize=4, label=f"{name}, validation")
@@ -93,7 +115,14 @@ def main(argv: list[str] | None = None) -> int:
         try:
             data = prepare(Path(folder), options.bytes)
             every = max(1, options.steps // 8)
-            pace = ["--train-iters", str(options.steps), "--eval-interval", str(every), "--eval-iters", str(min(20, every))]
+            pace = [
+                "--train-iters",
+                str(options.steps),
+                "--eval-interval",
+                str(every),
+                "--eval-iters",
+                str(min(20, every)),
+            ]
             for name, flags in RUNS.items():
                 runs[name] = trained(2, [*MODEL, *flags, *pace, *data], Path(folder) / name)
                 print(f"{name}: {curve(runs[name], 'valid')[1]}", flush=True)
@@ -103,7 +132,11 @@ def main(argv: list[str] | None = None) -> int:
     found: dict[str, Any] = {"steps": options.steps}
     for name, records in runs.items():
         steps, losses = curve(records, "valid")
-        found[name] = {"validation": dict(zip(map(str, steps), losses, strict=True)), "last": losses[-1], "flags": RUNS[name]}
+        found[name] = {
+            "validation": dict(zip(map(str, steps), losses, strict=True)),
+            "last": losses[-1],
+            "flags": RUNS[name],
+        }
     largest = curve(runs["experts"], "train", "expert_load_max")[1]
     found["experts"] |= {"largest_load_first": largest[0], "largest_load_last": largest[-1]}
     rows = [[name, *(f"{loss:.3f}" for loss in found[name]["validation"].values())] for name in runs]

@@ -68,7 +68,9 @@ def our_loss(family: str, model: Any, batch: Batch, ctx: Any, events: Any) -> Te
 def peer_loss(family: str, model: Any, batch: Batch) -> Tensor:
     if family == "bert":
         labels = torch.where(batch["masked"], batch["labels"], -100)
-        loss: Tensor = model(batch["tokens"], token_type_ids=batch["types"], labels=labels, next_sentence_label=batch["order"]).loss
+        loss: Tensor = model(
+            batch["tokens"], token_type_ids=batch["types"], labels=labels, next_sentence_label=batch["order"]
+        ).loss
         return loss
     loss = model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
     return loss
@@ -103,7 +105,11 @@ def _gpt2(shape: Shape, dropout: float) -> Any:
 
 def _qkv(shape: Shape, part: int) -> Callable[[Tensor], Tensor]:
     """Rows of one of queries, keys, values from rows [g, n/g + 2, d]."""
-    n, g, d = shape["num_heads"], shape.get("num_groups", shape["num_heads"]), shape["hidden_size"] // shape["num_heads"]
+    n, g, d = (
+        shape["num_heads"],
+        shape.get("num_groups", shape["num_heads"]),
+        shape["hidden_size"] // shape["num_heads"],
+    )
 
     def take(fused: Tensor) -> Tensor:
         by_group = fused.view(g, n // g + 2, d, -1)
@@ -118,7 +124,11 @@ def _all_qkv(shape: Shape) -> Callable[[Tensor], Tensor]:
 
 def _rows(shape: Shape) -> tuple[int, int]:
     """(rows of the fused projection, width of the MLP)."""
-    n, g, d = shape["num_heads"], shape.get("num_groups", shape["num_heads"]), shape["hidden_size"] // shape["num_heads"]
+    n, g, d = (
+        shape["num_heads"],
+        shape.get("num_groups", shape["num_heads"]),
+        shape["hidden_size"] // shape["num_heads"],
+    )
     return (n + 2 * g) * d, shape.get("ffn", 4 * shape["hidden_size"])
 
 
@@ -170,7 +180,11 @@ def _bert_names(shape: Shape) -> dict[str, Any]:
     for i in range(shape["num_layers"]):
         here, there = f"encoder.layers.{i}", f"bert.encoder.layer.{i}"
         for part, name in enumerate(("query", "key", "value")):
-            found[f"{there}.attention.self.{name}.weight"] = (f"{here}.self_attention.linear_qkv", (rows, h), _qkv(shape, part))
+            found[f"{there}.attention.self.{name}.weight"] = (
+                f"{here}.self_attention.linear_qkv",
+                (rows, h),
+                _qkv(shape, part),
+            )
         found |= {
             f"{there}.attention.output.dense.weight": (f"{here}.self_attention.linear_proj", (h, h), _same),
             f"{there}.intermediate.dense.weight": (f"{here}.mlp.linear_fc1", (ffn, h), _same),
@@ -199,9 +213,17 @@ def _llama_names(shape: Shape) -> dict[str, Any]:
     for i in range(shape["num_layers"]):
         here, there = f"decoder.layers.{i}", f"model.layers.{i}"
         for part, name in enumerate("qkv"):
-            found[f"{there}.self_attn.{name}_proj.weight"] = (f"{here}.self_attention.linear_qkv", (rows, h), _qkv(shape, part))
+            found[f"{there}.self_attn.{name}_proj.weight"] = (
+                f"{here}.self_attention.linear_qkv",
+                (rows, h),
+                _qkv(shape, part),
+            )
         for half, name in enumerate(("gate", "up")):
-            found[f"{there}.mlp.{name}_proj.weight"] = (f"{here}.mlp.linear_fc1", (2 * ffn, h), lambda x, half=half: x.chunk(2)[half])
+            found[f"{there}.mlp.{name}_proj.weight"] = (
+                f"{here}.mlp.linear_fc1",
+                (2 * ffn, h),
+                lambda x, half=half: x.chunk(2)[half],
+            )
         found |= {
             f"{there}.self_attn.o_proj.weight": (f"{here}.self_attention.linear_proj", (h, h), _same),
             f"{there}.mlp.down_proj.weight": (f"{here}.mlp.linear_fc2", (h, ffn), _same),

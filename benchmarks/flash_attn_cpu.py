@@ -23,7 +23,12 @@ def install() -> None:
     """Let ``import flash_attn`` find this module's functions."""
     interface = _module("flash_attn.flash_attn_interface")
     package = _module("flash_attn", __version__=VERSION, flash_attn_interface=interface, __path__=[])
-    for function in (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward):
+    for function in (
+        _flash_attn_forward,
+        _flash_attn_backward,
+        _flash_attn_varlen_forward,
+        _flash_attn_varlen_backward,
+    ):
         setattr(interface, function.__name__, function)
     for name in ("flash_attn_func", "flash_attn_varlen_func"):  # named on import, not called
         setattr(package, name, _not_called)
@@ -40,7 +45,9 @@ def _module(name: str, **contents: Any) -> types.ModuleType:
 
 
 def _not_called(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("the flash_attn of benchmarks/flash_attn_cpu.py has the functions of ring attention alone")
+    raise NotImplementedError(
+        "the flash_attn of benchmarks/flash_attn_cpu.py has the functions of ring attention alone"
+    )
 
 
 def _mask(queries: int, keys: int, causal: bool, left: int, right: int, dtype: torch.dtype) -> Tensor | None:
@@ -66,7 +73,13 @@ def _flash_attn_forward(
     assert dropout_p == 0 and not softcap and alibi_slopes is None
     mask = _mask(q.shape[1], k.shape[1], causal, window_size_left, window_size_right, q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal and mask is None, attn_mask=mask, scale=softmax_scale
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        0.0,
+        causal and mask is None,
+        attn_mask=mask,
+        scale=softmax_scale,
     )
     if mask is not None:  # the kernel gives a query without keys 0
         nothing = (mask == -torch.inf).all(1)
@@ -99,7 +112,15 @@ def _flash_attn_varlen_forward(
     out, lse = torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     for rows, keys in _documents(cu_seqlens_q, cu_seqlens_k):
         found, sums, _, _ = _flash_attn_forward(
-            q[None, rows], k[None, keys], v[None, keys], dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size_left,
+            window_size_right,
+            softcap,
         )
         out[rows], lse[:, rows] = found[0], sums[0]
     return out, lse, None, None

@@ -41,7 +41,9 @@ def build_ours(shape: dict[str, int], device: Any, dtype: Any) -> dict[str, tupl
 
     config = ModelConfig(**shape, seq_length=CONTEXT)  # type: ignore[arg-type]
     model = GPTModel(config, KernelConfig(), seed=1234, dtype=dtype).to(device).requires_grad_(False)
-    captures = {"eager": None} | ({"captured": Capture(lambda: CudaGraphs(device), tell=print)} if device.type == "cuda" else {})
+    captures = {"eager": None} | (
+        {"captured": Capture(lambda: CudaGraphs(device), tell=print)} if device.type == "cuda" else {}
+    )
 
     def of(rows: int, capture: Capture | None) -> Generate:
         decoder, prompts = Decoder(model, rows, capture=capture), [[1] * PROMPT] * rows
@@ -108,13 +110,20 @@ def main(argv: list[str] | None = None) -> int:
         print("note: transformers is not installed here: ours alone", file=sys.stderr)
     rows, results = [], {}
     for shape in options.shape:
-        contenders = build_ours(SHAPES[shape], device, dtype) | (build_peer(SHAPES[shape], device, dtype) if has_peer else {})
+        contenders = build_ours(SHAPES[shape], device, dtype) | (
+            build_peer(SHAPES[shape], device, dtype) if has_peer else {}
+        )
         found = measure(contenders, device, options.rounds)
         for name, times in found.items():
             peer = found.get(f"transformers, {contenders[name][0]} at once")
             ratio = None if peer is None or peer is times else ratios(times, peer)
-            rows.append([f"{shape}: {name}", Stats.of(times).text("", 1, 3), "" if ratio is None else ratio.text("", 1, 2)])
-            results[f"{shape}: {name}"] = {"milliseconds": Stats.of(times).median, "ratio": None if ratio is None else ratio.median}
+            rows.append(
+                [f"{shape}: {name}", Stats.of(times).text("", 1, 3), "" if ratio is None else ratio.text("", 1, 2)]
+            )
+            results[f"{shape}: {name}"] = {
+                "milliseconds": Stats.of(times).median,
+                "ratio": None if ratio is None else ratio.median,
+            }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "one CPU thread"
     print_table(f"A token of {NEW} after {PROMPT}, on {name}", ["", "ms for a token", "of transformers"], rows)
     versions = {"torch": torch.__version__, "device": name}

@@ -76,7 +76,9 @@ def calls_of_a_layer(shape: dict[str, int], build: Callable[[dict[str, int]], Pa
     """Return the calls of a step with four layers less those of one with two, halved."""
     import torch
 
-    tokens = torch.randint(0, shape["vocab_size"], (shape["batch"], shape["seq_length"]), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, shape["vocab_size"], (shape["batch"], shape["seq_length"]), generator=torch.Generator().manual_seed(1)
+    )
     both = []
     for layers in (2, 4):
         parts = build({**shape, "num_layers": layers})
@@ -101,7 +103,9 @@ def one_of_two(chunks: int) -> Any:
         def exchange_async(self, name: str, send: Any, send_counts: list[int], receive_counts: list[int]) -> Handle:
             return done(torch.empty(sum(receive_counts), dtype=send.dtype, device=send.device).copy_(send))
 
-    return ParallelContext(sp=Copies(SINGLE_RANK, overlap=True), mode="chunked" if chunks > 1 else "none", num_chunks=chunks)
+    return ParallelContext(
+        sp=Copies(SINGLE_RANK, overlap=True), mode="chunked" if chunks > 1 else "none", num_chunks=chunks
+    )
 
 
 def measure(contenders: dict[str, Parts], tokens: Any, rounds: int, warmup: int) -> dict[str, dict[str, list[float]]]:
@@ -130,7 +134,9 @@ def measure(contenders: dict[str, Parts], tokens: Any, rounds: int, warmup: int)
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(SHAPES), help="default: all")
-    parser.add_argument("--sp-chunks", type=int, default=4, help="chunks of a rank's heads beside no overlap; 1: none (default: 4)")
+    parser.add_argument(
+        "--sp-chunks", type=int, default=4, help="chunks of a rank's heads beside no overlap; 1: none (default: 4)"
+    )
     parser.add_argument("--rounds", type=int, default=60, help="measured steps of each (default: 60)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: 5)")
     parser.add_argument("--json", help="write results there")
@@ -172,13 +178,20 @@ def main(argv: list[str] | None = None) -> int:
         for name, of_parts in seconds.items():
             per_layer = Stats.of(s / shape["num_layers"] for s in of_parts["step"])
             of_step = [Stats.of(of_parts[part]).text("", 1e3, 2) for part in (*PARTS, "step")]
-            rows.append([f"{model}, {name}", *of_step, per_layer.text("", 1e3, 2), " / ".join(f"{c:,}" for c in calls[name])])
-            results[f"{model}, {name}"] = {"milliseconds": 1e3 * Stats.of(of_parts["step"]).median, "calls": calls[name]._asdict()}
+            rows.append(
+                [f"{model}, {name}", *of_step, per_layer.text("", 1e3, 2), " / ".join(f"{c:,}" for c in calls[name])]
+            )
+            results[f"{model}, {name}"] = {
+                "milliseconds": 1e3 * Stats.of(of_parts["step"]).median,
+                "calls": calls[name]._asdict(),
+            }
         if len(seconds) == 2:
             mine, other = seconds.values()
             found = [ratios(mine[part], other[part]) for part in (*PARTS, "step")]
             rows.append([f"{model}, ratio", *(f"{ratio.median:.2f}" for ratio in found), f"goal {goal:.2f}", ""])
-            results[f"{model}, ratio"] = {part: ratio.median for part, ratio in zip((*PARTS, "step"), found, strict=True)}
+            results[f"{model}, ratio"] = {
+                part: ratio.median for part, ratio in zip((*PARTS, "step"), found, strict=True)
+            }
         destroy_process_group()
     header = ["", "forward, ms", "backward, ms", "update, ms", "step, ms", "of a layer, ms", "Python calls"]
     name = torch.cuda.get_device_name(device) if on_gpu else "one CPU thread"

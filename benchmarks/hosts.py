@@ -41,7 +41,9 @@ class Hosts:
     def __enter__(self) -> Hosts:
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
         if missing or os.geteuid() != 0:
-            raise HostsError(f"network namespaces need root and iproute2 (missing: {', '.join(missing) or 'root'}); use --links loopback")
+            raise HostsError(
+                f"network namespaces need root and iproute2 (missing: {', '.join(missing) or 'root'}); use --links loopback"
+            )
         try:
             self._make()
         except subprocess.CalledProcessError as error:
@@ -49,10 +51,14 @@ class Hosts:
             raise HostsError(f"{' '.join(error.cmd)}: {error.stderr.strip()}; use --links loopback") from None
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._remove()
 
-    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str], **options: object) -> subprocess.Popen[str]:
+    def start(
+        self, host: int, command: Sequence[str], environment: Mapping[str, str], **options: object
+    ) -> subprocess.Popen[str]:
         """Start a program on a host, on the host's core."""
         line = ["ip", "netns", "exec", self._names[host], "taskset", "-c", str(_core_of(host)), *command]
         return subprocess.Popen(line, env={**environment, "GLOO_SOCKET_IFNAME": self.interface}, text=True, **options)  # type: ignore[call-overload]
@@ -61,7 +67,21 @@ class Hosts:
         first, second = self._names
         for name in self._names:
             _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", self.interface, "netns", first, "type", "veth", "peer", "name", self.interface, "netns", second)
+        _run(
+            "ip",
+            "link",
+            "add",
+            self.interface,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            self.interface,
+            "netns",
+            second,
+        )
         for name, address in zip(self._names, self.addresses, strict=True):
             inside = ["ip", "netns", "exec", name]
             _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", self.interface)
@@ -70,7 +90,20 @@ class Hosts:
             if self._gbits is not None:
                 rate = f"{round(self._gbits * 1000)}mbit"
                 _run(
-                    *inside, "tc", "qdisc", "add", "dev", self.interface, "root", "tbf", "rate", rate, "burst", "512kb", "latency", "100ms"
+                    *inside,
+                    "tc",
+                    "qdisc",
+                    "add",
+                    "dev",
+                    self.interface,
+                    "root",
+                    "tbf",
+                    "rate",
+                    rate,
+                    "burst",
+                    "512kb",
+                    "latency",
+                    "100ms",
                 )
 
     def _remove(self) -> None:
@@ -79,7 +112,12 @@ class Hosts:
 
 
 def run_workers(
-    link: str, script: str, interpreter: str, task: Mapping[str, Any], environment: Mapping[str, str], ranks: int = RANKS
+    link: str,
+    script: str,
+    interpreter: str,
+    task: Mapping[str, Any],
+    environment: Mapping[str, str],
+    ranks: int = RANKS,
 ) -> dict[str, Any]:
     """Run ``script --worker JSON`` on two ranks with one core each and return the JSON that rank 0 prints last.
 

@@ -83,7 +83,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pieces", type=int, default=32, help="--mlp-chunks (default: 32)")
     parser.add_argument("--confirm", action="store_true", help="train at the first and the last length, and count")
     parser.add_argument("--smoke", action="store_true", help="128 MiB, and confirm")
-    parser.add_argument("--one", nargs=7, metavar=("SETTING", "TOKENS", "LIMIT", "CP", "RANK", "STORE", "WINDOW"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--one",
+        nargs=7,
+        metavar=("SETTING", "TOKENS", "LIMIT", "CP", "RANK", "STORE", "WINDOW"),
+        help=argparse.SUPPRESS,
+    )
     parser.add_argument("--json")
     return parser.parse_args(argv)
 
@@ -105,7 +110,11 @@ def main(argv: list[str] | None = None) -> int:
         row = [name, f"{tokens:,}", f"{tokens / found['nothing']:.2f}", f"{plan.peak / limit:.3f}", plan.worst.name]
         if (options.confirm or options.smoke) and name in (names[0], names[-1]):
             record["measured"] = measured = confirm(name, tokens, limit, options.pieces, 1, None)
-            row += [f"{measured['peak'] / limit:.3f}", f"{measured['resident_beyond_program'] / limit:.3f}"] if measured["peak"] else []
+            row += (
+                [f"{measured['peak'] / limit:.3f}", f"{measured['resident_beyond_program'] / limit:.3f}"]
+                if measured["peak"]
+                else []
+            )
         rows.append(row + ["", ""][: 7 - len(row)])
         results["settings"][name] = record
     print_table(
@@ -131,7 +140,11 @@ def by_processes(name: str, limit: int, options: argparse.Namespace) -> dict[str
         if options.confirm or options.smoke:
             measured = confirm(name, record["window"]["tokens"], limit, options.pieces, cp, STEP)
             record["window"]["measured"] = measured
-            row += [f"{measured['peak'] / limit:.3f}", f"{measured['resident_beyond_program'] / limit:.3f}"] if measured["peak"] else []
+            row += (
+                [f"{measured['peak'] / limit:.3f}", f"{measured['resident_beyond_program'] / limit:.3f}"]
+                if measured["peak"]
+                else []
+            )
         rows.append(row + ["", ""][: 7 - len(row)])
         results[str(cp)] = record
     print_table(
@@ -144,7 +157,17 @@ def by_processes(name: str, limit: int, options: argparse.Namespace) -> dict[str
 def confirm(name: str, tokens: int, limit: int, pieces: int, cp: int, window: int | None) -> dict[str, Any]:
     """Train at this length in processes of their own; of each figure the largest."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(Path(__file__).resolve()), "--pieces", str(pieces), "--one", name, str(tokens), str(limit), str(cp)]
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--pieces",
+            str(pieces),
+            "--one",
+            name,
+            str(tokens),
+            str(limit),
+            str(cp),
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
         of_ranks = [[*command, str(rank), f"{folder}/store", str(window or 0)] for rank in range(cp)]
@@ -154,7 +177,10 @@ def confirm(name: str, tokens: int, limit: int, pieces: int, cp: int, window: in
         errors = [line for _, error in said for line in error.strip().splitlines()]
         return {"tokens": tokens, "peak": None, "error": (errors or ["died"])[-1][:80]}
     found: list[dict[str, Any]] = [json.loads(out.splitlines()[-1]) for out, _ in said]
-    return {"tokens": tokens, **{figure: max(one[figure] for one in found) for figure in ("peak", "resident_beyond_program", "seconds")}}
+    return {
+        "tokens": tokens,
+        **{figure: max(one[figure] for one in found) for figure in ("peak", "resident_beyond_program", "seconds")},
+    }
 
 
 def train(layout: Layout, limit: int, rank: int, store: str) -> dict[str, Any]:

@@ -52,14 +52,25 @@ def draw(curves: dict[str, list[float]], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
     reference = next(iter(curves.values()))
     steps = range(1, len(reference) + 1)
     for index, (name, curve) in enumerate(curves.items()):
-        style = {"linewidth": 6, "alpha": 0.25, "color": "black"} if index == 0 else {"linewidth": 1.2, "linestyle": (index, (4, 4))}
+        style = (
+            {"linewidth": 6, "alpha": 0.25, "color": "black"}
+            if index == 0
+            else {"linewidth": 1.2, "linestyle": (index, (4, 4))}
+        )
         above.plot(steps, curve, label=name, **style)
         if index:
-            below.semilogy(steps, [max(abs(a - b) / b, 1e-9) for a, b in zip(curve, reference, strict=True)], linewidth=1, label=name)
+            below.semilogy(
+                steps,
+                [max(abs(a - b) / b, 1e-9) for a, b in zip(curve, reference, strict=True)],
+                linewidth=1,
+                label=name,
+            )
     above.set_ylabel("training loss")
     above.set_title(f"{len(curves)} layouts of one model, fp32, {len(reference)} steps")
     above.legend(fontsize=8, ncols=2)
@@ -83,7 +94,9 @@ def main(argv: list[str] | None = None) -> int:
     draw(curves, Path(options.out))
     reference = curves["1 process"]
     worst = {name: max(abs(a - b) / b for a, b in zip(curve, reference, strict=True)) for name, curve in curves.items()}
-    print(f"largest relative difference: {max(worst.values()):.2g} ({max(worst, key=lambda name: worst[name])}); {options.out}")
+    print(
+        f"largest relative difference: {max(worst.values()):.2g} ({max(worst, key=lambda name: worst[name])}); {options.out}"
+    )
     return 0 if max(worst.values()) <= TOLERANCE else 1
 
 

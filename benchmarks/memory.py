@@ -68,7 +68,11 @@ class Layout:
         words += [f"cp {self.cp}"] if self.cp > 1 else []
         words += [f"sp {self.sp}"] if self.sp > 1 or (self.tp == 1 and self.dp == 1 and self.cp == 1) else []
         words += [f"tp {self.tp}{' with sequence parallel' if self.tp_seq else ''}"] if self.tp > 1 else []
-        words += [f"pp {self.pp} ({self.schedule}{f', {self.slices} slices' if self.slices > 1 else ''})"] if self.pp > 1 else []
+        words += (
+            [f"pp {self.pp} ({self.schedule}{f', {self.slices} slices' if self.slices > 1 else ''})"]
+            if self.pp > 1
+            else []
+        )
         words += [self.mode] if self.mode != "none" else []
         words += [f"{k} {v}" for k, v in {**self.zero, **self.model, **self.kernels}.items()]
         words += ["bf16"] if self.bf16 else []
@@ -143,18 +147,28 @@ def main(argv: list[str] | None = None) -> int:
             from first_light.prediction import with_workspaces
 
             plan = with_workspaces(plan)
-        rows.append([str(layout), *(f"{b / MIB:.2f}" for b in (resident, plan.resident, largest, plan.peak)), f"{largest / plan.peak:.3f}"])
+        rows.append(
+            [
+                str(layout),
+                *(f"{b / MIB:.2f}" for b in (resident, plan.resident, largest, plan.peak)),
+                f"{largest / plan.peak:.3f}",
+            ]
+        )
         results["layouts"][str(layout)] = {"layout": asdict(layout), "ranks": measured, "closed_form": plan.as_dict()}
         if options.lines:
             print(plan.text())
     print_table(
-        f"Memory per rank, MiB, {options.device}", ["layout", "resident", "closed form", "peak", "closed form", "peak / closed form"], rows
+        f"Memory per rank, MiB, {options.device}",
+        ["layout", "resident", "closed form", "peak", "closed form", "peak / closed form"],
+        rows,
     )
     write_json(options.json, "memory", results, {"torch": str(torch.__version__)})
     return 0
 
 
-def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu", what: Callable[..., Any] | None = None) -> Any:
+def predict(
+    layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu", what: Callable[..., Any] | None = None
+) -> Any:
     """The closed form for a layout; ``what`` may be another plan of the same workload."""
     from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, PrecisionConfig
     from megatron_sp.estimate.memory import memory_plan
@@ -182,7 +196,9 @@ def run(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") 
         else:
             with StorageCount():  # what a dispatch mode imports is imported once, here, instead of in every child
                 torch.zeros(1)
-            mp.start_processes(_worker, (layout, shape, batch, device, folder), nprocs=layout.ranks, start_method="fork")
+            mp.start_processes(
+                _worker, (layout, shape, batch, device, folder), nprocs=layout.ranks, start_method="fork"
+            )
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(layout.ranks)]
 
 
@@ -241,7 +257,9 @@ class Counter:
 
         peak = self.mode.peak if self.device == "cpu" else torch.cuda.max_memory_allocated()
         if self.device == "cpu":
-            time.sleep(0.01)  # gloo's thread lets go of a collective's tensors a moment after whoever waited for it has gone on
+            time.sleep(
+                0.01
+            )  # gloo's thread lets go of a collective's tensors a moment after whoever waited for it has gone on
         if phase:
             self.latest = phase
             self.phases[phase] = max(peak, self.phases.get(phase, 0))
@@ -278,7 +296,9 @@ class Training:
         self.config = config = ModelConfig(**{**shape, **layout.model})
         self.layout, self.batch, self.device, self.counter = layout, batch, torch.device(device), counter
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
-        groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp, cp_size=layout.cp, pp_size=layout.pp)
+        groups = ParallelGroups.create(
+            self.device, tp_size=layout.tp, sp_size=layout.sp, cp_size=layout.cp, pp_size=layout.pp
+        )
         mode: Any = layout.mode
         sharding = layout.parallel()
         kind: Any = sharding.pipeline_kind
@@ -300,8 +320,13 @@ class Training:
         zeros = {name: Zero(sharding.zero_stage, groups.dp_cp_sp) for name in (unit.name for unit in model.units())}
         if TABLE in zeros:
             zeros[TABLE] = Zero(sharding.zero_stage, groups.ends or groups.dp_cp_sp).of("whole")
-        zeros |= {u.name: Zero(sharding.zero_stage, parallel.ep.replicas) for u in model.units() if u.alike == "experts"}
-        units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zeros[u.name]) for u in model.units()]
+        zeros |= {
+            u.name: Zero(sharding.zero_stage, parallel.ep.replicas) for u in model.units() if u.alike == "experts"
+        }
+        units = [
+            FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zeros[u.name])
+            for u in model.units()
+        ]
         tables = [index for index, unit in enumerate(units) if unit.name == TABLE]
         experts = [index for index, unit in enumerate(model.units()) if unit.alike == "experts"]
         elsewhere = set(tables if groups.pp_rank else ())
@@ -375,7 +400,9 @@ class Training:
         batches = []
         for index in range(self.layout.micro_batches):
             shape, generator = (self.batch, self.config.seq_length), torch.Generator().manual_seed(100 * number + index)
-            tokens, labels = (torch.randint(self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(2))
+            tokens, labels = (
+                torch.randint(self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(2)
+            )
             ids = torch.arange(self.batch, device=self.device) + index * self.batch
             mask = torch.ones(shape, device=self.device)
             batches.append({"tokens": tokens, "labels": labels, "loss_mask": mask, "sample_ids": ids})

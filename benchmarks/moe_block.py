@@ -66,10 +66,18 @@ def main(argv: list[str] | None = None) -> int:
     for cell in options.cells:
         ranks, _, link = ("1", "", "loopback") if cell == "one" else cell.partition(":")
         shape = SMOKE if options.smoke else ONE if cell == "one" else SEVERAL
-        task = {"shape": shape, "rounds": options.rounds, "warmup": options.warmup, "chunks": options.chunks, "one": cell == "one"}
+        task = {
+            "shape": shape,
+            "rounds": options.rounds,
+            "warmup": options.warmup,
+            "chunks": options.chunks,
+            "one": cell == "one",
+        }
         threads = options.threads if cell == "one" else 1
         try:
-            raw = run_workers(link, str(Path(__file__).resolve()), sys.executable, task, child_environment(threads), int(ranks))
+            raw = run_workers(
+                link, str(Path(__file__).resolve()), sys.executable, task, child_environment(threads), int(ranks)
+            )
         except (HostsError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 1
@@ -85,7 +93,11 @@ def report(cell: str, raw: dict[str, Any]) -> dict[str, Any]:
     rows, found = [], dict[str, Any]()
     for name, values in seconds.items():
         of = ratios(seconds["ours"], values)
-        row: dict[str, Any] = {"seconds": Stats.of(values).as_dict(), "ours_of_it": of.as_dict(), "peak_bytes": peaks[name]}
+        row: dict[str, Any] = {
+            "seconds": Stats.of(values).as_dict(),
+            "ours_of_it": of.as_dict(),
+            "peak_bytes": peaks[name],
+        }
         texts = [
             Stats.of(values).text("ms", 1e3, 0),
             of.text("", digits=2),
@@ -94,12 +106,27 @@ def report(cell: str, raw: dict[str, Any]) -> dict[str, Any]:
         ]
         if name in exposed:
             waited = ratios(exposed["ours"], exposed[name])
-            row |= {"exposed_seconds": Stats.of(exposed[name]).as_dict(), "ours_exposed_of_it": waited.as_dict(), **sent.get(name, {})}
+            row |= {
+                "exposed_seconds": Stats.of(exposed[name]).as_dict(),
+                "ours_exposed_of_it": waited.as_dict(),
+                **sent.get(name, {}),
+            }
             texts += [Stats.of(exposed[name]).text("ms", 1e3, 0), waited.text("", digits=2)]
-            texts += [f"{sent[name]['bytes'] / 2**20:.1f} ({sent[name]['expected'] / 2**20:.1f})" if name in sent else ""]
+            texts += [
+                f"{sent[name]['bytes'] / 2**20:.1f} ({sent[name]['expected'] / 2**20:.1f})" if name in sent else ""
+            ]
         found[name] = row
         rows.append([name, *texts])
-    header = ["", "forward and backward", "ours of it", "peak, MiB", "ours of it", "exposed", "ours of it", "sent, MiB (expected)"]
+    header = [
+        "",
+        "forward and backward",
+        "ours of it",
+        "peak, MiB",
+        "ours of it",
+        "exposed",
+        "ours of it",
+        "sent, MiB (expected)",
+    ]
     print_table(f"A mixture of experts: {cell}", header, [row + [""] * (len(header) - len(row)) for row in rows],
                 [f"left out: {name}: {why}" for name, why in raw["left_out"].items()])  # fmt: skip
     return {"contenders": found, "left_out": raw["left_out"]}
@@ -121,7 +148,9 @@ def worker(task: dict[str, Any]) -> int:
             makers |= {f"transformers, {kind}": lambda kind=kind: Block(task, kind) for kind in ("eager", "grouped_mm")}
         else:
             makers["plain"] = lambda: Plain(task)
-            makers |= {f"transformers, {way}": lambda way=way: Parallel(task, way) for way in ("all_to_all", "all_reduce")}
+            makers |= {
+                f"transformers, {way}": lambda way=way: Parallel(task, way) for way in ("all_to_all", "all_reduce")
+            }
         contenders, left_out = made(makers)
         alike(contenders)
         peaks = {name: peak_of(contender.once) for name, contender in contenders.items()}
@@ -233,13 +262,20 @@ class Ours:
         own = shape["experts"] // ranks
         mine = slice(task["rank"] * own, (task["rank"] + 1) * own)
         self.parameters = {
-            name: nn.Parameter(given[name] if name == "router" else given[name][mine].clone()) for name in ("router", "w1", "w2")
+            name: nn.Parameter(given[name] if name == "router" else given[name][mine].clone())
+            for name in ("router", "w1", "w2")
         }
         unit = FlatUnit("experts", self.parameters.items())
         self.gradients, self.unit = FlatGradients([unit], SINGLE_RANK), unit
         routing = RoutingSpec(shape["experts"], shape["k"], pre_softmax=True)
         self.plan = ExpertPlan(routing, Activation("swiglu"), ep)
-        self.x, self.grad, self.waited, self.shape, self.ranks = given["x"][:, None], given["grad"][:, None], 0.0, shape, ranks
+        self.x, self.grad, self.waited, self.shape, self.ranks = (
+            given["x"][:, None],
+            given["grad"][:, None],
+            0.0,
+            shape,
+            ranks,
+        )
         self.sent = 0
 
     def once(self) -> tuple[Any, Any, Any]:
@@ -259,11 +295,17 @@ class Ours:
             self.gradients.start_step()
             x, p = self.x.detach().requires_grad_(), self.parameters
             experts = ExpertWeights(p["w1"], None, p["w2"], None)
-            y, _ = expert_mlp(x, None, Router(p["router"]), experts, self.plan, add_input=False, main_grad=self.gradients)
+            y, _ = expert_mlp(
+                x, None, Router(p["router"]), experts, self.plan, add_input=False, main_grad=self.gradients
+            )
             y.backward(self.grad)
         finally:
             exchange_group.all_to_all_async = real
-        return y.detach()[:, 0], x.grad[:, 0], next(slot.view(self.unit.grads) for slot in self.unit.slots if slot.name == "router")
+        return (
+            y.detach()[:, 0],
+            x.grad[:, 0],
+            next(slot.view(self.unit.grads) for slot in self.unit.slots if slot.name == "router"),
+        )
 
     def traffic(self) -> dict[str, int]:
         """Bytes of rows that were sent, and what the routing says that must be."""
@@ -317,9 +359,17 @@ class Plain:
         own = shape["experts"] // ranks
         mine = slice(task["rank"] * own, (task["rank"] + 1) * own)
         self.router, self.w1, self.w2 = (
-            nn.Parameter(given[name] if name == "router" else given[name][mine].clone()) for name in ("router", "w1", "w2")
+            nn.Parameter(given[name] if name == "router" else given[name][mine].clone())
+            for name in ("router", "w1", "w2")
         )
-        self.x, self.grad, self.k, self.own, self.ranks, self.rank = given["x"], given["grad"], shape["k"], own, ranks, task["rank"]
+        self.x, self.grad, self.k, self.own, self.ranks, self.rank = (
+            given["x"],
+            given["grad"],
+            shape["k"],
+            own,
+            ranks,
+            task["rank"],
+        )
         self.waited, self.sent = 0.0, 0
 
     def _exchange(self, rows: Any, to: list[int], coming: list[int]) -> Any:

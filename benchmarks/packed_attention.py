@@ -77,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         f"Packed attention, row of {options.length} tokens, {options.heads} heads of {options.head_dim}, {options.device}, {dtype}",
         ["documents", "ms", "time / whole row", "work / whole row", "call for each, autograd / ours"], rows,
     )  # fmt: skip
-    write_json(options.json, "packed_attention", results, {"torch": str(torch.__version__), "threads": torch.get_num_threads()})
+    write_json(
+        options.json, "packed_attention", results, {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    )
     return 0
 
 

@@ -80,17 +80,29 @@ def main(argv: list[str] | None = None) -> int:
         names = [f"ours, {name}" for name in OURS] + (list(TORCH) if link != "sleep" else [])
         names = [name for name in names if not options.only or any(part in name for part in options.only)]
         # a stage has a block at least
-        names = [name for name in names if link == "sleep" or shape["layers"] % (int(ranks) * _stages_per_rank(name)) == 0]
+        names = [
+            name for name in names if link == "sleep" or shape["layers"] % (int(ranks) * _stages_per_rank(name)) == 0
+        ]
         for count in options.micro_batches:
-            task = {"shape": shape, "names": names, "rounds": options.rounds, "micro_batches": count, "sleeps": link == "sleep"}
+            task = {
+                "shape": shape,
+                "names": names,
+                "rounds": options.rounds,
+                "micro_batches": count,
+                "sleeps": link == "sleep",
+            }
             try:
                 where = "loopback" if link == "sleep" else link
-                raw = run_workers(where, str(Path(__file__).resolve()), sys.executable, task, child_environment(1), int(ranks))
+                raw = run_workers(
+                    where, str(Path(__file__).resolve()), sys.executable, task, child_environment(1), int(ranks)
+                )
             except (HostsError, RuntimeError) as error:
                 print(error, file=sys.stderr)
                 return 1
             versions = raw.pop("versions")
-            everything["cells"][f"{cell}, {count} micro-batches"] = report(cell, count, raw) | {"load_average": load_average()}
+            everything["cells"][f"{cell}, {count} micro-batches"] = report(cell, count, raw) | {
+                "load_average": load_average()
+            }
     write_json(options.json, "pipeline_step", everything, versions)
     return 0
 
@@ -118,7 +130,16 @@ def report(cell: str, count: int, raw: dict[str, Any]) -> dict[str, Any]:
             f"{more['in_flight']}" if "in_flight" in more else "", f"{raw['memory'][name] / 2**20:.0f}" if name in raw["memory"] else "",
         ])  # fmt: skip
     notes = [f"left out: {name}: {reason}" for name, reason in raw["left_out"].items()]
-    header = ["", "step: median (min-max)", "/ torch", "/ replay", "floor, ms", "host, us / part", "in flight", "peak, MiB"]
+    header = [
+        "",
+        "step: median (min-max)",
+        "/ torch",
+        "/ replay",
+        "floor, ms",
+        "host, us / part",
+        "in flight",
+        "peak, MiB",
+    ]
     print_table(f"A step through {cell}, {count} micro-batches", header, rows, notes)
     return found
 
@@ -229,7 +250,8 @@ class Ours:
 
         each = self.task["shape"]["layers"] // num_stages
         self.blocks = {
-            stage: [our_block(self.task, layer, self.slices) for layer in range(stage * each, (stage + 1) * each)] for stage in stages
+            stage: [our_block(self.task, layer, self.slices) for layer in range(stage * each, (stage + 1) * each)]
+            for stage in stages
         }
         units, self.units = [], {}
         for stage, blocks in self.blocks.items():
@@ -279,7 +301,9 @@ class Ours:
         from megatron_sp.parallel.pipeline import run_pipeline
 
         idle = _Nothing()
-        return idle_seconds(lambda: run_pipeline(self.plan, self.channels, idle), len(self.plan.actions[self.rank]) // 3)
+        return idle_seconds(
+            lambda: run_pipeline(self.plan, self.channels, idle), len(self.plan.actions[self.rank]) // 3
+        )
 
     # StageWork
 
@@ -441,7 +465,12 @@ def plain_block(task: dict[str, Any]) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-            self.qkv, self.proj, self.fc1, self.fc2 = nn.Linear(h, 3 * h), nn.Linear(h, h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+            self.qkv, self.proj, self.fc1, self.fc2 = (
+                nn.Linear(h, 3 * h),
+                nn.Linear(h, h),
+                nn.Linear(h, 4 * h),
+                nn.Linear(4 * h, h),
+            )
 
         def forward(self, x: Any) -> Any:
             b, s, _ = x.shape
@@ -474,7 +503,10 @@ class Torch:
         from torch.distributed import pipelining
         from torch.distributed.pipelining import PipelineStage
 
-        stages = [PipelineStage(one, chunk * self.p + self.rank, self.p * self.v, torch.device("cpu")) for chunk, one in enumerate(modules)]
+        stages = [
+            PipelineStage(one, chunk * self.p + self.rank, self.p * self.v, torch.device("cpu"))
+            for chunk, one in enumerate(modules)
+        ]
 
         def loss(y: Any, target: Any) -> Any:
             return y.square().mean()

@@ -94,10 +94,20 @@ def megatron(recompute: str, seq_parallel: str, seconds: float) -> Published:
         "--num-layers 48 --hidden-size 6144 --num-attention-heads 64 --vocab-size 51200 --seq-length 2048 --tp-size 8"
         f" --micro-batch-size 4 --global-batch-size 4 --recompute-granularity {recompute}{seq_parallel}"
     )
-    return Published("Megatron-LM", f"GPT 22B, tp 8, {recompute} recomputation", "a100-80g", 8, "ib-200g", flags, 4 * 2048 / seconds / 8)
+    return Published(
+        "Megatron-LM",
+        f"GPT 22B, tp 8, {recompute} recomputation",
+        "a100-80g",
+        8,
+        "ib-200g",
+        flags,
+        4 * 2048 / seconds / 8,
+    )
 
 
-def titan(what: str, gpu: str, gpus: int, flags: str, per_gpu: float, kernel: tuple[float, float] | None = None) -> Published:
+def titan(
+    what: str, gpu: str, gpus: int, flags: str, per_gpu: float, kernel: tuple[float, float] | None = None
+) -> Published:
     return Published("torchtitan", what, gpu, gpus, "ib-200g", flags + LLAMA_3 + " --zero-stage 3", per_gpu, kernel)
 
 
@@ -135,7 +145,9 @@ def predict_published(row: Published) -> Any:
     if row.kernel is not None:
         gpu = replace(gpu, attention_forward_tflops=row.kernel[0], attention_backward_tflops=row.kernel[1])
     nodes = max(1, row.gpus // 8)
-    machine = Machine(gpu, row.gpus, nodes, LINKS[gpu.link], LINKS[row.link] if nodes > 1 else None, 8, gpu.memory_bytes)
+    machine = Machine(
+        gpu, row.gpus, nodes, LINKS[gpu.link], LINKS[row.link] if nodes > 1 else None, 8, gpu.memory_bytes
+    )
     assert config.batch.global_batch_size and config.model.seq_length
     return config.batch.global_batch_size * config.model.seq_length, step_time(config, machine)
 
@@ -149,7 +161,9 @@ def published() -> dict[str, Any]:
         error, share = per_gpu / row.per_gpu - 1, step.attention / step.seconds
         kind = "attention above a quarter" if share > LONG else "fitted" if row in PUBLISHED[:14] else "not fitted"
         errors.setdefault(kind, []).append(error)
-        rows.append([row.source, row.what, f"{row.per_gpu:,.0f}", f"{per_gpu:,.0f}", f"{error:+.0%}", f"{share:.0%}", kind])
+        rows.append(
+            [row.source, row.what, f"{row.per_gpu:,.0f}", f"{per_gpu:,.0f}", f"{error:+.0%}", f"{share:.0%}", kind]
+        )
         kept.append({"source": row.source, "what": row.what, "flags": row.flags, "published": row.per_gpu, "predicted": per_gpu,
                      "attention_share": share, "kind": kind})  # fmt: skip
     notes = [f"{kind}: {_spread(of_kind)}" for kind, of_kind in errors.items()]
@@ -201,13 +215,20 @@ def arithmetic() -> dict[str, Any]:
             (work.block_forward(), forward_ms, "forward"), (work.block_backward(), backward_ms, "backward"),
         ):  # fmt: skip
             found = 1e3 * (one.products + one.attention)
-            rows.append([f"{shape}, {name}, {words}", f"{by_hand:.2f} ms", f"{found:.2f} ms", f"{found / by_hand - 1:+.0%}"])
+            rows.append(
+                [f"{shape}, {name}, {words}", f"{by_hand:.2f} ms", f"{found:.2f} ms", f"{found / by_hand - 1:+.0%}"]
+            )
             kept.append({"what": rows[-1][0], "by_hand_ms": by_hand, "predicted_ms": found})
     gpu = replace(GPUS["h100-80g"], host_ms=0.0)  # what is hidden on the GPU; at 16K tokens Python takes longer
     for shape, bounds in GAINS.items():
         for nodes, bound in zip((1, 8), bounds, strict=True):
-            machine = Machine(gpu, 8, nodes, LINKS[gpu.link], LINKS["ib-400g"] if nodes > 1 else None, 8 // nodes, gpu.memory_bytes)
-            times = [step_time(config_of(shape, f"--sp-overlap-mode {mode}"), machine).seconds for mode in ("none", "chunked")]
+            machine = Machine(
+                gpu, 8, nodes, LINKS[gpu.link], LINKS["ib-400g"] if nodes > 1 else None, 8 // nodes, gpu.memory_bytes
+            )
+            times = [
+                step_time(config_of(shape, f"--sp-overlap-mode {mode}"), machine).seconds
+                for mode in ("none", "chunked")
+            ]
             gain, where = times[0] / times[1], "one node" if nodes == 1 else "8 nodes"
             rows.append([f"{shape}, sp 8 on {where}: chunked over none", f"at most {bound:.2f}", f"{gain:.2f}", ""])
             kept.append({"what": rows[-1][0], "bound": bound, "predicted": gain})
@@ -234,7 +255,9 @@ def peaks(layouts: list[Layout]) -> dict[str, Any]:
     for layout in layouts:
         measured = max(rank["peak"] for rank in memory.run(layout, SHAPE, 2))
         planned = memory.predict(layout, SHAPE, 2).peak
-        rows.append([str(layout), f"{measured / 2**20:.1f}", f"{planned / 2**20:.1f}", f"{planned / measured - 1:+.2%}"])
+        rows.append(
+            [str(layout), f"{measured / 2**20:.1f}", f"{planned / 2**20:.1f}", f"{planned / measured - 1:+.2%}"]
+        )
         kept.append({"layout": str(layout), "measured": measured, "planned": planned})
     worst = max(abs(row["planned"] / row["measured"] - 1) for row in kept)
     note = f"largest difference {worst:.1%}, bound {MEMORY_BOUND:.0%}"
@@ -311,7 +334,9 @@ def _worker(rank: int, pair: Pair, rounds: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     ranks = pair.one.layout.ranks
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
+    )
     try:
         shape = {**SHAPE, **pair.shape}
         counter: Any = _Idle()
@@ -365,7 +390,12 @@ def pairs(rounds: int, which: list[Pair]) -> dict[str, Any]:
                      "agrees": agrees, "apart": apart})  # fmt: skip
     agreed = sum(row["agrees"] for row in kept)
     header = ["pair", "layouts", "predicted ms", "measured ms", "second/first, predicted", "measured", "agree"]
-    print_table("Which of two is faster", header, rows, [f"{agreed} of {len(kept)} agree; load of the machine {load_average():.1f}"])
+    print_table(
+        "Which of two is faster",
+        header,
+        rows,
+        [f"{agreed} of {len(kept)} agree; load of the machine {load_average():.1f}"],
+    )
     return {"rows": kept, "agreed": agreed, "load": load_average()}
 
 

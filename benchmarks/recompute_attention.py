@@ -129,7 +129,10 @@ def main(argv: list[str] | None = None) -> int:
     results = {name: Stats.of(values) for name, values in seconds.items()}
     saved = ratios(seconds["kept"], seconds["repeated"])
     what = f"{str(dtype_of(options)).removeprefix('torch.')} on {options.device} with {kernel}"
-    rows = [[name, stats.text("ms", 1e3, 0), f"{ratios(seconds[name], seconds['repeated']).median:.3f}"] for name, stats in results.items()]
+    rows = [
+        [name, stats.text("ms", 1e3, 0), f"{ratios(seconds[name], seconds['repeated']).median:.3f}"]
+        for name, stats in results.items()
+    ]
     print_table(
         f"{options.layers} blocks, {options.length} tokens, hidden size {options.hidden}, {what}, {options.threads} thread(s);"
         f" attention is {share:.0%} of a forward pass" + (f"; nothing is kept: {reason}" if reason else ""),

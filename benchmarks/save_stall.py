@@ -194,7 +194,13 @@ class Saver:
         seconds = time.perf_counter() - began
         if background is not None and (report := background.wait()) is not None:
             written.append(report.seconds)
-        return {"seconds": seconds, "stalls": stalls, "written": written, "in_flight": min(sum(written), seconds), "steps": lengths}
+        return {
+            "seconds": seconds,
+            "stalls": stalls,
+            "written": written,
+            "in_flight": min(sum(written), seconds),
+            "steps": lengths,
+        }
 
     def _require_finite(self) -> None:
         """As training does before each save."""
@@ -242,7 +248,11 @@ def measure(size: str, world_size: int, rounds: int, folder: Path, threads: int)
     saves: list[dict[str, Any]] = []
     copies: list[float] = []
     try:
-        built = together(ranks, "build", lambda r: {"size": size, "rank": r, "world_size": world_size, "port": port, "threads": threads})
+        built = together(
+            ranks,
+            "build",
+            lambda r: {"size": size, "rank": r, "world_size": world_size, "port": port, "threads": threads},
+        )
         for index in range(rounds + (rounds > 1)):
             target = tempfile.mkdtemp(dir=folder)
             try:
@@ -307,8 +317,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8, help="of a turn (default: 8)")
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"], help="models (default: 124M)")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="threads that compute (default: 1 2)")
-    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2], help="numbers of ranks for the second table (default: 1 2)")
-    parser.add_argument("--dir", type=Path, default=REPOSITORY / "runs", help="where to save; its disk is what is measured (default: runs)")
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, default=[1, 2], help="numbers of ranks for the second table (default: 1 2)"
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=REPOSITORY / "runs",
+        help="where to save; its disk is what is measured (default: runs)",
+    )
     parser.add_argument("--smoke", action="store_true", help="one save of a tiny model: does it run at all?")
     parser.add_argument("--json", help="write results there")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -328,7 +345,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ChildError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"load average {load_average():.1f}; the benchmark itself makes up to {max(options.threads)}", file=sys.stderr)
+    print(
+        f"load average {load_average():.1f}; the benchmark itself makes up to {max(options.threads)}", file=sys.stderr
+    )
     versions = next(iter(r for r in results.values() if "versions" in r))["versions"]
     plain = {name: {k: v.as_dict() if isinstance(v, Stats) else v for k, v in r.items()} for name, r in results.items()}
     write_json(options.json, "save_stall", {**plain, "load_average": load_average()}, versions)
@@ -339,15 +358,32 @@ def _measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
     rows, apart = [], []
     for size in options.sizes:
         for threads in options.threads:
-            found = results[f"{size}, {threads} threads"] = beside(size, threads, options.rounds, options.steps, options.dir)
+            found = results[f"{size}, {threads} threads"] = beside(
+                size, threads, options.rounds, options.steps, options.dir
+            )
             rows.append(_row_beside(size, found))
     cores = len(os.sched_getaffinity(0))
-    header = ["model", "threads", "saved", "step", "stall, waited", "stall, background", "per GB", "slow-down", "added, waited", "added"]
-    print_table(f"Saves and the steps beside them, {cores} cores, on the disk of {options.dir}", [*header, "ratio"], rows)
+    header = [
+        "model",
+        "threads",
+        "saved",
+        "step",
+        "stall, waited",
+        "stall, background",
+        "per GB",
+        "slow-down",
+        "added, waited",
+        "added",
+    ]
+    print_table(
+        f"Saves and the steps beside them, {cores} cores, on the disk of {options.dir}", [*header, "ratio"], rows
+    )
     for size in options.sizes:
         for world_size in options.ranks if size != "1.3B" else ():
             threads = max(1, cores // max(options.ranks))
-            result = results[f"{size}, {world_size} ranks"] = measure(size, world_size, options.rounds, options.dir, threads)
+            result = results[f"{size}, {world_size} ranks"] = measure(
+                size, world_size, options.rounds, options.dir, threads
+            )
             apart.append(_row(size, world_size, result))
     if apart:
         header = ["model, ranks", "state", "save", "hashing", "fsync", "plain copy + fsync"]

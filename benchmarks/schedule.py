@@ -40,7 +40,9 @@ ON_A_LINK = {("scheduled", "DTensor"): 0.88}
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=["1", "loopback"], help="Gbit/s of a link between two hosts, or loopback")
+    parser.add_argument(
+        "--links", nargs="+", default=["1", "loopback"], help="Gbit/s of a link between two hosts, or loopback"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="measured rounds (default: 15)")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape: does it run at all?")

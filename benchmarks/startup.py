@@ -70,12 +70,16 @@ def cases() -> dict[str, tuple[str, Callable[[], float]]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each (default: 7), after one that warms the disk cache")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="measurements of each (default: 7), after one that warms the disk cache"
+    )
     parser.add_argument("--only", nargs="+", choices=tuple(cases()), help="these cases alone")
     parser.add_argument("--smoke", action="store_true", help="one round, no training: does it run at all?")
     parser.add_argument("--json", help="write results there")
     options = parser.parse_args(argv)
-    chosen = options.only or [name for name in cases() if not (options.smoke and name.startswith(("first_step", "import_torch")))]
+    chosen = options.only or [
+        name for name in cases() if not (options.smoke and name.startswith(("first_step", "import_torch")))
+    ]
     rounds = 1 if options.smoke else options.rounds
     values: dict[str, list[float]] = {name: [] for name in chosen}
     try:

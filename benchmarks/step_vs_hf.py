@@ -27,7 +27,16 @@ from child import Child, ChildError
 from common import REPOSITORY, Stats, child_environment, load_average, print_table, ratios, write_json
 from families import FAMILIES
 
-SMOKE = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 512, "batch": 2, "seq_length": 32, "num_groups": 2, "ffn": 96}
+SMOKE = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "vocab_size": 512,
+    "batch": 2,
+    "seq_length": 32,
+    "num_groups": 2,
+    "ffn": 96,
+}
 LARGE_PRODUCT, SMOKE_PRODUCT = 4096, 256
 RATES = ("large_product", "step_products")
 LOSS_TOLERANCE = 1e-4
@@ -46,7 +55,12 @@ def step_flops(shape: dict[str, int], *, causal_halved: bool) -> float:
 def step_products(shape: dict[str, int]) -> list[tuple[int, list[int]]]:
     """The matrix products of one step as (how often, [m, k, n]): forward, gradient of the input, gradient of the weight."""
     hidden, tokens, layers = shape["hidden_size"], shape["batch"] * shape["seq_length"], shape["num_layers"]
-    matrices = [(layers, hidden, 3 * hidden), (layers, hidden, hidden), (layers, hidden, 4 * hidden), (layers, 4 * hidden, hidden)]
+    matrices = [
+        (layers, hidden, 3 * hidden),
+        (layers, hidden, hidden),
+        (layers, hidden, 4 * hidden),
+        (layers, 4 * hidden, hidden),
+    ]
     products = []
     for count, inner, outer in [*matrices, (1, hidden, shape["vocab_size"])]:
         products += [(count, [tokens, inner, outer]), (count, [tokens, outer, inner]), (count, [outer, tokens, inner])]
@@ -65,10 +79,16 @@ def measure(options: argparse.Namespace, shape: dict[str, int], peer: str | None
     asked = [[large, large, large], *(dims for _, dims in products)]
     plain = child_environment(options.threads)
     contenders = {
-        "ours": Child("ours", [sys.executable, script, "ours", options.model], child_environment(options.threads, options.ours_env))
+        "ours": Child(
+            "ours",
+            [sys.executable, script, "ours", options.model],
+            child_environment(options.threads, options.ours_env),
+        )
     }
     if peer is not None:
-        contenders["hf"] = Child("hf", [peer, script, "hf", options.model], child_environment(options.threads, options.hf_env))
+        contenders["hf"] = Child(
+            "hf", [peer, script, "hf", options.model], child_environment(options.threads, options.hf_env)
+        )
     matmul = Child("matmul", [sys.executable, script, "matmul"], plain)
     raw: dict[str, Any] = {name: {"seconds": [], "losses": []} for name in contenders}
     raw |= {"large_product_rate": [], "step_products_rate": [], "load_average": []}
@@ -77,7 +97,9 @@ def measure(options: argparse.Namespace, shape: dict[str, int], peer: str | None
         for name, child in contenders.items():
             built = child.ask("build", shape=shape, dropout=options.dropout, threads=options.threads)
             raw[name]["parameters"] = built["parameters"]
-            versions |= {(k if k != "torch" or name == "ours" else f"torch ({name})"): v for k, v in built["versions"].items()}
+            versions |= {
+                (k if k != "torch" or name == "ours" else f"torch ({name})"): v for k, v in built["versions"].items()
+            }
         for index in range(options.warmup + options.rounds):
             kept = index >= options.warmup
             if index == options.warmup:
@@ -94,7 +116,9 @@ def measure(options: argparse.Namespace, shape: dict[str, int], peer: str | None
                 flops = product_flops(asked[1:])
                 total = sum(count * f for (count, _), f in zip(products, flops, strict=True))
                 if products:
-                    raw["step_products_rate"].append(total / sum(count * s for (count, _), s in zip(products, seconds[1:], strict=True)))
+                    raw["step_products_rate"].append(
+                        total / sum(count * s for (count, _), s in zip(products, seconds[1:], strict=True))
+                    )
                 raw["load_average"].append(load_average())
                 _progress(index - options.warmup + 1, options.rounds, raw)
         for name, child in contenders.items():
@@ -115,7 +139,9 @@ def summarise(raw: dict[str, Any], shape: dict[str, int]) -> dict[str, Any]:
     for name in RATES if raw["step_products_rate"] else ():
         rate = raw[f"{name}_rate"]
         results[f"{name}_rate"] = Stats.of(rate)
-        results[f"share_of_{name}_halved"] = Stats.of(halved / s / r for s, r in zip(ours["seconds"], rate, strict=True))
+        results[f"share_of_{name}_halved"] = Stats.of(
+            halved / s / r for s, r in zip(ours["seconds"], rate, strict=True)
+        )
         results[f"share_of_{name}_full"] = Stats.of(full / s / r for s, r in zip(ours["seconds"], rate, strict=True))
     if "hf" in raw:
         hf = raw["hf"]
@@ -149,13 +175,20 @@ def report(results: dict[str, Any], raw: dict[str, Any], options: argparse.Names
             continue
         rows.append([f"matmul rate, {label}", results[f"{name}_rate"].text("GFLOP/s", 1e-9, 0), ""])
         rows.append(["  model FLOP/s of it, causal half", results[f"share_of_{name}_halved"].text(""), ""])
-        rows.append(["  model FLOP/s of it, full", results[f"share_of_{name}_full"].text(""), _bounds("matmul_share", ">=")])
+        rows.append(
+            ["  model FLOP/s of it, full", results[f"share_of_{name}_full"].text(""), _bounds("matmul_share", ">=")]
+        )
     notes = [f"losses, ours: {' '.join(f'{v:.6f}' for v in raw['ours']['losses'])}"]
     if "hf" in raw:
         notes.append(f"losses, peer: {' '.join(f'{v:.6f}' for v in raw['hf']['losses'])}")
     notes.append("peak memory is VmHWM of each process's whole life, nothing subtracted")
     notes.append(f"load average {max(raw['load_average']):.1f} at most; the benchmark itself makes {options.threads}")
-    print_table(f"One training step of {FAMILIES[options.model].title}, fp32, CPU", ["", "median (min-max)", "target"], rows, notes)
+    print_table(
+        f"One training step of {FAMILIES[options.model].title}, fp32, CPU",
+        ["", "median (min-max)", "target"],
+        rows,
+        notes,
+    )
 
 
 def _bounds(name: str, sign: str) -> str:
@@ -173,16 +206,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(FAMILIES), default="gpt2", help="default: gpt2")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them (default: 2)")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of each contender (default: 2)")
     parser.add_argument(
-        "--dropout", type=float, default=0.0, help="of both contenders, everywhere (default: 0; above it losses are not compared)"
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of each contender (default: 2)"
+    )
+    parser.add_argument(
+        "--dropout",
+        type=float,
+        default=0.0,
+        help="of both contenders, everywhere (default: 0; above it losses are not compared)",
     )
     parser.add_argument("--seq-length", type=int, help="instead of the default shape's")
     parser.add_argument("--batch", type=int, help="sequences, instead of the default shape's")
-    parser.add_argument("--peer-python", default=str(REPOSITORY / ".venv-peers" / "bin" / "python"), help="the peer's interpreter")
+    parser.add_argument(
+        "--peer-python", default=str(REPOSITORY / ".venv-peers" / "bin" / "python"), help="the peer's interpreter"
+    )
     parser.add_argument("--no-peer", action="store_true", help="ours and the matrix products alone")
-    parser.add_argument("--ours-env", nargs="*", default=[], metavar="KEY=VALUE", help="environment of our process alone")
-    parser.add_argument("--hf-env", nargs="*", default=[], metavar="KEY=VALUE", help="environment of the peer's process alone")
+    parser.add_argument(
+        "--ours-env", nargs="*", default=[], metavar="KEY=VALUE", help="environment of our process alone"
+    )
+    parser.add_argument(
+        "--hf-env", nargs="*", default=[], metavar="KEY=VALUE", help="environment of the peer's process alone"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny shape: does it run at all?")
     parser.add_argument("--json", help="write results there")
     options = parser.parse_args(argv)
@@ -212,7 +256,10 @@ def main(argv: list[str] | None = None) -> int:
     settings = {k: v for k, v in vars(options).items() if k not in ("json", "peer_python")}
     write_json(options.json, "step_vs_hf", {**plain, "options": settings, "raw": raw}, raw["versions"])
     if options.dropout == 0.0 and difference > LOSS_TOLERANCE:
-        print(f"the losses differ by {difference:.2g}, more than {LOSS_TOLERANCE:g}: the two did not do the same work", file=sys.stderr)
+        print(
+            f"the losses differ by {difference:.2g}, more than {LOSS_TOLERANCE:g}: the two did not do the same work",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -29,7 +29,9 @@ TARGETS = {"loopback": 0.97, "1": 0.88}
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=["1", "loopback"], help="Gbit/s of a link between two hosts, or loopback")
+    parser.add_argument(
+        "--links", nargs="+", default=["1", "loopback"], help="Gbit/s of a link between two hosts, or loopback"
+    )
     parser.add_argument("--rounds", type=int, default=25, help="measured rounds (default: 25)")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape: does it run at all?")
@@ -59,7 +61,12 @@ def main(argv: list[str] | None = None) -> int:
             results[f"{kind}_ratio"] = ratios(seconds[f"ours {kind}"], seconds[f"dtensor {kind}"])
             ours, theirs = (results[f"{who} {kind}_seconds"].text("ms", 1e3, 1) for who in ("ours", "dtensor"))
             rows.append(
-                [f"tp {RANKS}, {'sequence parallel' if kind == 'seq' else 'plain'}", ours, theirs, results[f"{kind}_ratio"].text("")]
+                [
+                    f"tp {RANKS}, {'sequence parallel' if kind == 'seq' else 'plain'}",
+                    ours,
+                    theirs,
+                    results[f"{kind}_ratio"].text(""),
+                ]
             )
         title = "loopback" if link == "loopback" else f"two hosts, {link} Gbit/s"
         target = f", target {TARGETS[link]:.2f}" if link in TARGETS else ""
@@ -163,7 +170,10 @@ class Theirs:
 
             def forward(self, x: Any) -> Any:  # [b, s, h]
                 b, s, _ = x.shape
-                q, k, v = (layer(x).view(b, s, -1, d).transpose(0, 1).reshape(s, -1, 1, d) for layer in (self.q, self.k, self.v))
+                q, k, v = (
+                    layer(x).view(b, s, -1, d).transpose(0, 1).reshape(s, -1, 1, d)
+                    for layer in (self.q, self.k, self.v)
+                )
                 out = core_attention(q, k, v, AttentionMask(), kernel="sdpa")
                 return self.o(out.view(s, b, -1).transpose(0, 1))
 

@@ -44,10 +44,16 @@ MODES: dict[str, tuple[str, int, bool]] = {
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=["1", "2", "loopback"], help="Gbit/s of a link between two hosts, or loopback")
+    parser.add_argument(
+        "--links", nargs="+", default=["1", "2", "loopback"], help="Gbit/s of a link between two hosts, or loopback"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="measured rounds (default: 15)")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--peer-python", default=str(REPOSITORY / ".venv-peers" / "bin" / "python"), help="an interpreter with DeepSpeed")
+    parser.add_argument(
+        "--peer-python",
+        default=str(REPOSITORY / ".venv-peers" / "bin" / "python"),
+        help="an interpreter with DeepSpeed",
+    )
     parser.add_argument("--no-peer", action="store_true", help="without DeepSpeed, in this interpreter")
     parser.add_argument("--seq-length", type=int)
     parser.add_argument("--batch", type=int)
@@ -76,7 +82,9 @@ def summarise(raw: dict[str, Any]) -> dict[str, Any]:
     for name in [*MODES, "deepspeed"]:
         if name not in seconds:
             continue
-        results[f"{name}_hidden"] = Stats.of(1 - (t - c) / e for t, c, e in zip(seconds[name], compute, exchanges, strict=True))
+        results[f"{name}_hidden"] = Stats.of(
+            1 - (t - c) / e for t, c, e in zip(seconds[name], compute, exchanges, strict=True)
+        )
         if "deepspeed" in seconds:
             results[f"{name}_of_deepspeed"] = ratios(seconds[name], seconds["deepspeed"])
     results["control_hidden"] = Stats.of(
@@ -105,7 +113,12 @@ def report(link: str, results: dict[str, Any]) -> None:
         f"control hides {results['control_hidden'].text('', digits=2)}; copies: number of copies of s/P * b * h or more, and their sum",
         f"auto takes {results['auto']}: {results['auto_of_fastest']:.3f} of the fastest mode",
     ]
-    print_table(f"Attention block, {title}", ["", "median (min-max)", "hidden", "of control", "of DeepSpeed", "copies"], rows, notes)
+    print_table(
+        f"Attention block, {title}",
+        ["", "median (min-max)", "hidden", "of control", "of DeepSpeed", "copies"],
+        rows,
+        notes,
+    )
 
 
 def _copies(found: list[float] | None) -> str:
@@ -119,7 +132,10 @@ def main(argv: list[str] | None = None) -> int:
     shape = dict(SMOKE if options.smoke else SHAPE)
     shape |= {name: getattr(options, name) for name in ("seq_length", "batch") if getattr(options, name)}
     if not options.no_peer and not Path(options.peer_python).exists():
-        print(f"{options.peer_python} does not exist: run benchmarks/setup_peers.sh deepspeed, or use --no-peer", file=sys.stderr)
+        print(
+            f"{options.peer_python} does not exist: run benchmarks/setup_peers.sh deepspeed, or use --no-peer",
+            file=sys.stderr,
+        )
         return 2
     everything: dict[str, Any] = {"shape": shape, "rounds": options.rounds, "links": {}}
     versions: dict[str, str] = {}
@@ -165,7 +181,11 @@ def choice_of_auto(shape: dict[str, int]) -> str:
     from megatron_sp.config.schema import BatchConfig, Config, ParallelConfig
     from megatron_sp.training.probe import choose_overlap, words_for
 
-    config = Config(model=model_config(shape), parallel=ParallelConfig(sequence_parallel_size=RANKS), batch=BatchConfig(shape["batch"]))
+    config = Config(
+        model=model_config(shape),
+        parallel=ParallelConfig(sequence_parallel_size=RANKS),
+        batch=BatchConfig(shape["batch"]),
+    )
     groups = ParallelGroups.create(torch.device("cpu"), sp_size=RANKS)
     mode, chunks, line = choose_overlap(config, groups, torch.float32)
     if groups.rank == 0:
@@ -191,7 +211,14 @@ def build(task: dict[str, Any], shape: dict[str, int]) -> tuple[dict[str, Callab
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(1)
-    weights = [torch.randn(3 * h, h) * 0.02, torch.zeros(3 * h), torch.randn(h, h) * 0.02, torch.zeros(h), torch.ones(h), torch.zeros(h)]
+    weights = [
+        torch.randn(3 * h, h) * 0.02,
+        torch.zeros(3 * h),
+        torch.randn(h, h) * 0.02,
+        torch.zeros(h),
+        torch.ones(h),
+        torch.zeros(h),
+    ]
     x, grad = torch.randn(s // RANKS, b, h), torch.randn(s // RANKS, b, h)
     blocks: dict[str, Any] = {name: OurBlock(group, shape, weights, *mode) for name, mode in MODES.items()}
     blocks = {"compute": OurBlock(group, shape, weights, *MODES["none"], exchanges=False)} | blocks
@@ -203,8 +230,13 @@ def build(task: dict[str, Any], shape: dict[str, int]) -> tuple[dict[str, Callab
             for got, want in zip(out, outs["none"], strict=True):
                 error = float((got - want).abs().max() / want.abs().max())
                 assert error < 1e-4, f"{name} does not compute what none does: {error}"
-    copies = {name: count_copies(lambda block=block: block.once(x, grad), s // RANKS * b * h) for name, block in blocks.items()}
-    contenders: dict[str, Callable[[], None]] = {name: (lambda block=block: block.once(x, grad)) for name, block in blocks.items()}
+    copies = {
+        name: count_copies(lambda block=block: block.once(x, grad), s // RANKS * b * h)
+        for name, block in blocks.items()
+    }
+    contenders: dict[str, Callable[[], None]] = {
+        name: (lambda block=block: block.once(x, grad)) for name, block in blocks.items()
+    }
     contenders |= control(group, s // RANKS * b * h)
     return contenders, copies
 
@@ -213,7 +245,14 @@ class OurBlock:
     """A layer's attention in one mode; ``exchanges`` False returns from each exchange at once, with whatever is in the buffer."""
 
     def __init__(
-        self, group: Any, shape: dict[str, int], weights: list[Any], mode: Any, chunks: int, overlap: bool, exchanges: bool = True
+        self,
+        group: Any,
+        shape: dict[str, int],
+        weights: list[Any],
+        mode: Any,
+        chunks: int,
+        overlap: bool,
+        exchanges: bool = True,
     ) -> None:
         import torch
 
@@ -361,7 +400,9 @@ def count_copies(run: Callable[[], Any], unit: int) -> list[float]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             name = func.overloadpacket.__name__
-            moves = name in ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select") and isinstance(result, torch.Tensor)
+            moves = name in ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select") and isinstance(
+                result, torch.Tensor
+            )
             if moves and result.numel() >= unit:
                 self.number += 1
                 self.elements += result.numel()

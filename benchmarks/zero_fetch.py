@@ -56,7 +56,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if options.smoke:
         options.sizes_kib, options.params, options.faked = [16, 64], [1, 3], [2, 8]
     for name in ("sizes_kib", "params", "ranks", "faked", "rounds"):
-        if min(values if isinstance(values := getattr(options, name), list) else [values]) < (2 if name in ("ranks", "faked") else 1):
+        if min(values if isinstance(values := getattr(options, name), list) else [values]) < (
+            2 if name in ("ranks", "faked") else 1
+        ):
             parser.error(f"--{name.replace('_', '-')}: too small")
     if max(options.params) * 4 > min(options.sizes_kib) * 1024:
         parser.error(f"--params {max(options.params)}: a unit of {min(options.sizes_kib)} KiB has fewer elements")
@@ -87,7 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     for ranks in options.ranks:
         task = {"cells": cells, "rounds": options.rounds, "warmup": options.warmup}
         try:
-            raw = run_workers("loopback", str(Path(__file__).resolve()), sys.executable, task, child_environment(1), ranks)
+            raw = run_workers(
+                "loopback", str(Path(__file__).resolve()), sys.executable, task, child_environment(1), ranks
+            )
         except (HostsError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 1
@@ -151,7 +155,9 @@ def plot(results: dict[str, Any], options: argparse.Namespace, path: str) -> Non
 
     middle = sorted(options.params)[len(options.params) // 2]
     most, least = max(options.params), min(options.sizes_kib) * 1024
-    figure, axes = plt.subplots(1, len(options.ranks) + 1, figsize=(4.2 * (len(options.ranks) + 1), 3.6), layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(options.ranks) + 1, figsize=(4.2 * (len(options.ranks) + 1), 3.6), layout="constrained"
+    )
     for axis, ranks in zip(axes, options.ranks, strict=False):
         cells = [cell for cell in results["wall"] if cell["ranks"] == ranks and cell["params"] == middle]
         _lines(axis, cells, [cell["bytes"] / 2**20 for cell in cells], 1e3)
@@ -170,7 +176,9 @@ def plot(results: dict[str, Any], options: argparse.Namespace, path: str) -> Non
 
 def _lines(axis: Any, cells: list[dict[str, Any]], x: list[float], scale: float) -> None:
     for way in WAYS:
-        axis.plot(x, [Stats.of(cell["seconds"][way]).median * scale for cell in cells], marker="o", markersize=3, label=way)
+        axis.plot(
+            x, [Stats.of(cell["seconds"][way]).median * scale for cell in cells], marker="o", markersize=3, label=way
+        )
 
 
 # what is measured without communication
@@ -273,7 +281,9 @@ def worker(task: dict[str, Any]) -> int:
         ways = make_ways(dist.group.WORLD, values)
         for name, way in ways.items():
             way.fetch()
-            assert all(torch.equal(a.data, b) for a, b in zip(way.params, values, strict=True)), f"{name} does not bring the parameters"
+            assert all(torch.equal(a.data, b) for a, b in zip(way.params, values, strict=True)), (
+                f"{name} does not bring the parameters"
+            )
             way.release()
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         sent: dict[str, int | None] = {}

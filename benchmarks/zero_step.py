@@ -50,10 +50,7 @@ PEERS: dict[int, dict[str, tuple[str, ...]]] = {
         "DDP + ZeRO": ("DDP + ZeRO", "DDP + ZeRO, one bucket"),
         "DeepSpeed": ("DeepSpeed 1", "DeepSpeed 1, overlap_comm"),
     },
-    3: {
-        "FSDP2": ("FSDP2", "FSDP2, asynchronous"),
-        "DeepSpeed": ("DeepSpeed 3", "DeepSpeed 3, overlap_comm"),
-    },
+    3: {"FSDP2": ("FSDP2", "FSDP2, asynchronous"), "DeepSpeed": ("DeepSpeed 3", "DeepSpeed 3, overlap_comm")},
 }
 REFERENCES = ("alone", "DDP")
 TARGETS = {"DeepSpeed": {"loopback": 0.85, "1": 0.75}, "torch": {"loopback": 0.95, "1": 0.90}}
@@ -69,7 +66,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of a contender's turn (default: 3)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders whose names contain one of these")
     parser.add_argument("--references", action="store_true", help="also plain DDP, and a rank's computation alone")
-    parser.add_argument("--peer-python", default=str(REPOSITORY / ".venv-peers" / "bin" / "python"), help="an interpreter with DeepSpeed")
+    parser.add_argument(
+        "--peer-python",
+        default=str(REPOSITORY / ".venv-peers" / "bin" / "python"),
+        help="an interpreter with DeepSpeed",
+    )
     parser.add_argument("--no-peer", action="store_true", help="without DeepSpeed, in this interpreter")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: does it run at all?")
     parser.add_argument("--json")
@@ -77,8 +78,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for cell in options.cells:
         ranks, colon, link = cell.partition(":")
-        if not colon or not ranks.isdigit() or int(ranks) < 2 or SEQUENCES % int(ranks) or not (link == "loopback" or _is_rate(link)):
-            parser.error(f"--cells {cell}: expected RANKS:LINK with ranks that divide the batch of {SEQUENCES}, like 2:loopback or 2:1")
+        if (
+            not colon
+            or not ranks.isdigit()
+            or int(ranks) < 2
+            or SEQUENCES % int(ranks)
+            or not (link == "loopback" or _is_rate(link))
+        ):
+            parser.error(
+                f"--cells {cell}: expected RANKS:LINK with ranks that divide the batch of {SEQUENCES}, like 2:loopback or 2:1"
+            )
     return options
 
 
@@ -98,7 +107,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     model = SMOKE if options.smoke else MODEL
     if not options.no_peer and not Path(options.peer_python).exists():
-        print(f"{options.peer_python} does not exist: run benchmarks/setup_peers.sh deepspeed, or use --no-peer", file=sys.stderr)
+        print(
+            f"{options.peer_python} does not exist: run benchmarks/setup_peers.sh deepspeed, or use --no-peer",
+            file=sys.stderr,
+        )
         return 2
     names = contender_names(options)
     if not names:
@@ -110,7 +122,13 @@ def main(argv: list[str] | None = None) -> int:
         "model": model, "names": names, "rounds": options.rounds, "warmup": options.warmup, "steps": options.steps,
         "deepspeed": not options.no_peer,
     }  # fmt: skip
-    everything: dict[str, Any] = {"model": model, "sequences": SEQUENCES, "rounds": options.rounds, "steps": options.steps, "cells": {}}
+    everything: dict[str, Any] = {
+        "model": model,
+        "sequences": SEQUENCES,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "cells": {},
+    }
     versions: dict[str, str] = {}
     for cell in options.cells:
         ranks, _, link = cell.partition(":")
@@ -174,7 +192,9 @@ def report(cell: str, raw: dict[str, Any], results: dict[str, Any]) -> None:
             "" if sent is None else f"{sent / raw['parameters']:.2f}", "" if difference is None else f"{difference:.0e}",
         ])  # fmt: skip
     w = int(ranks)
-    notes = [f"{raw['parameters'] / 1e6:.1f}M parameters; ideal traffic {8 * (w - 1) / w:g} at stage 1, {12 * (w - 1) / w:g} at stage 3"]
+    notes = [
+        f"{raw['parameters'] / 1e6:.1f}M parameters; ideal traffic {8 * (w - 1) / w:g} at stage 1, {12 * (w - 1) / w:g} at stage 3"
+    ]
     notes += [f"left out: {name}: {reason}" for name, reason in raw["left_out"].items()]
     print_table(
         f"GPT training step, {ranks} processes, {where}",
@@ -221,7 +241,11 @@ def worker(task: dict[str, Any]) -> int:
                 seconds[name].append(turn[0])
                 sent[name].append(turn[1])
         if task["rank"] == 0:
-            print(f"{time.strftime('%H:%M:%S')} round {index + 1} of {task['warmup'] + task['rounds']}", file=sys.stderr, flush=True)
+            print(
+                f"{time.strftime('%H:%M:%S')} round {index + 1} of {task['warmup'] + task['rounds']}",
+                file=sys.stderr,
+                flush=True,
+            )
     losses = {name: contender.global_losses() for name, contender in contenders.items()}
     if task["rank"] == 0:
         answer = {
@@ -316,7 +340,9 @@ class Contender:
         from megatron_sp.config.schema import ModelConfig
 
         self.shape = model
-        self.config = ModelConfig(**model, attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True)  # type: ignore[arg-type]
+        self.config = ModelConfig(
+            **model, attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True
+        )  # type: ignore[arg-type]
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.num_steps = 0
         self.losses: list[float] = []
@@ -395,7 +421,12 @@ class Ours(Contender):
     def train(self, tokens: Any, labels: Any) -> float:
         import torch
 
-        batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape), "sample_ids": torch.arange(len(tokens))}
+        batch = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": torch.ones(tokens.shape),
+            "sample_ids": torch.arange(len(tokens)),
+        }
         return self.train_step.run([batch], self.num_steps, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY).losses[0]
 
     def finish(self) -> None:

@@ -63,7 +63,9 @@ def write(s: Schedule, seq: bool) -> None:
 
 def llama_task(folder: str | None = None) -> Task:
     """The task; ``folder``: of a config.json and perhaps weights."""
-    return external_task("train_hf_llama", build if folder is None else ModelFolder(folder, "AutoModelForCausalLM"), write)
+    return external_task(
+        "train_hf_llama", build if folder is None else ModelFolder(folder, "AutoModelForCausalLM"), write
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def resolve(host: str, port: int) -> tuple[int, str]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise Refusal(2, f"MASTER_ADDR={host} cannot be looked up on this host ({error.strerror}): give the address of host 0") from None
+        raise Refusal(
+            2, f"MASTER_ADDR={host} cannot be looked up on this host ({error.strerror}): give the address of host 0"
+        ) from None
     return family, str(address[0])
 
 
@@ -55,7 +57,9 @@ def local_address(family: int, address: str, port: int) -> str:
         try:
             probe.connect((address, port))
         except OSError as error:
-            raise Refusal(2, f"no network of this host leads to MASTER_ADDR={address} ({error.strerror}): see `ip route`") from None
+            raise Refusal(
+                2, f"no network of this host leads to MASTER_ADDR={address} ({error.strerror}): see `ip route`"
+            ) from None
         return str(probe.getsockname()[0])
 
 
@@ -91,9 +95,12 @@ def check_can_listen(family: int, host: str, address: str, port: int) -> None:
                 ) from None
             if error.errno == errno.EADDRINUSE:
                 raise Refusal(
-                    2, f"port {port} of this host is in use, perhaps by another job: give all hosts another MASTER_PORT, such as {port + 1}"
+                    2,
+                    f"port {port} of this host is in use, perhaps by another job: give all hosts another MASTER_PORT, such as {port + 1}",
                 ) from None
-            raise Refusal(2, f"this host cannot listen at {host}:{port} ({error.strerror}): give all hosts another MASTER_PORT") from None
+            raise Refusal(
+                2, f"this host cannot listen at {host}:{port} ({error.strerror}): give all hosts another MASTER_PORT"
+            ) from None
 
 
 def wait_for_master(family: int, host: str, address: str, port: int, timeout_s: float) -> None:

@@ -35,7 +35,10 @@ try:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
     from torch.distributed.run import main
 except (ImportError, MemoryError) as error:  # too little address space looks like this
-    print(f"error: torch cannot be imported: {error or type(error).__name__} (doctor says what is missing here)", file=sys.stderr)
+    print(
+        f"error: torch cannot be imported: {error or type(error).__name__} (doctor says what is missing here)",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 BACKEND = "reachable-c10d"
@@ -161,7 +164,10 @@ def run(words: list[str]) -> int:
         print(f"error: host 0 or the connection to it was lost ({error.__cause__ or error})", file=sys.stderr)
         return EXIT_PEER_LOST
     except RendezvousTimeoutError:
-        print("error: not all hosts came, or came back, within JOIN_TIMEOUT: see that each has its own NODE_RANK", file=sys.stderr)
+        print(
+            "error: not all hosts came, or came back, within JOIN_TIMEOUT: see that each has its own NODE_RANK",
+            file=sys.stderr,
+        )
         return EXIT_PEER_LOST
     return 0
 

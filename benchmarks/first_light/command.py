@@ -37,12 +37,22 @@ BAD = 1
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = documented_parser("first_light.sh", __doc__)
-    parser.add_argument("--minutes", type=int, choices=(10, 30, 60), default=60, help="time for this call (default: 60)")
-    parser.add_argument("--out", default="first_light", metavar="OUT", help="folder of the report (default: first_light)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the GPUs, if there are any (default)")
-    parser.add_argument("--parts", nargs="+", metavar="PART", help=f"these alone, of: {', '.join(part.name for part in PARTS)}")
+    parser.add_argument(
+        "--minutes", type=int, choices=(10, 30, 60), default=60, help="time for this call (default: 60)"
+    )
+    parser.add_argument(
+        "--out", default="first_light", metavar="OUT", help="folder of the report (default: first_light)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the GPUs, if there are any (default)"
+    )
+    parser.add_argument(
+        "--parts", nargs="+", metavar="PART", help=f"these alone, of: {', '.join(part.name for part in PARTS)}"
+    )
     parser.add_argument("--again", action="store_true", help="repeat what has failed; what is done and well is kept")
-    parser.add_argument("--page", action="store_true", help="write OUT/report.html from OUT/report.json again, and measure nothing")
+    parser.add_argument(
+        "--page", action="store_true", help="write OUT/report.html from OUT/report.json again, and measure nothing"
+    )
     return parser.parse_args(argv)
 
 
@@ -58,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     machine, words = _machine(options.device)
     parts = parts_for(machine.device)
     if left_out := [name for name in options.parts or () if name not in [part.name for part in parts]]:
-        raise ConfigError(f"--parts {left_out[0]} is for GPUs alone: on a CPU another part tries the same code, so leave it out")
+        raise ConfigError(
+            f"--parts {left_out[0]} is for GPUs alone: on a CPU another part tries the same code, so leave it out"
+        )
     report = open_report(folder, words)
     with _alone(folder):
         command = shlex.join(["bash", "scripts/first_light.sh", *(sys.argv[1:] if argv is None else argv)])
@@ -71,7 +83,13 @@ def main(argv: list[str] | None = None) -> int:
             write_page(report, folder / PAGE)
 
         runner = Runner(
-            report, machine, keep, 60.0 * options.minutes, folder / LOGS, again=options.again, say=lambda line: print(line, flush=True)
+            report,
+            machine,
+            keep,
+            60.0 * options.minutes,
+            folder / LOGS,
+            again=options.again,
+            say=lambda line: print(line, flush=True),
         )
         left = runner.run([part for part in parts if options.parts is None or part.name in options.parts])
         keep()
@@ -109,7 +127,9 @@ def _machine(device: str) -> tuple[Machine, dict[str, str]]:
     words = probe()
     count = int(words.pop("gpus"))
     if device == "cuda" and not count:
-        raise ConfigError("--device cuda, but torch sees no GPU here (`megatron-sp doctor` says why): use --device cpu for a trial without")
+        raise ConfigError(
+            "--device cuda, but torch sees no GPU here (`megatron-sp doctor` says why): use --device cpu for a trial without"
+        )
     device = device if device != "auto" else "cuda" if count else "cpu"
     if device == "cpu":
         words = {name: words[name] for name in ("torch", "python", "megatron_sp")}
@@ -124,7 +144,9 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LockError(f"another first_light.sh is writing into {folder}: wait for it, or choose another --out") from None
+            raise LockError(
+                f"another first_light.sh is writing into {folder}: wait for it, or choose another --out"
+            ) from None
         except OSError:  # a file system without locks for folders
             pass
         yield

@@ -16,7 +16,9 @@ KERNELS = ("torch", "triton", "apex")
 """Values of --fused-kernels that name somebody's kernels."""
 
 
-def require(kernel: str, device: torch.device, dtype: torch.dtype, norm: NormSpec | None = None, adamw: bool = False) -> None:
+def require(
+    kernel: str, device: torch.device, dtype: torch.dtype, norm: NormSpec | None = None, adamw: bool = False
+) -> None:
     """Raise NotThereError, with the reason, unless the kernels can be used here."""
     try:
         # elementwise operations of ours are in models with norms of ours

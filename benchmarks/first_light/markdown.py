@@ -46,9 +46,21 @@ def gpu_page(report: Report | None) -> str:
     for name, title, result in results(report):
         revision = f", revision {plain(result.revision)}" if result.revision else ""
         remark = f": {plain(result.message)}" if result.message else ""
-        lines += ["", f"## {plain(title)}", "", f"{plain(name)}: {verdict_of(result)}{remark}, {result.seconds:.0f} s{revision}."]
+        lines += [
+            "",
+            f"## {plain(title)}",
+            "",
+            f"{plain(name)}: {verdict_of(result)}{remark}, {result.seconds:.0f} s{revision}.",
+        ]
         for made in tables(result.records):
-            lines += ["", f"### {plain(made.title)}", "", _row(made.head), "|" + "---|" * len(made.head), *map(_row, made.rows)]
+            lines += [
+                "",
+                f"### {plain(made.title)}",
+                "",
+                _row(made.head),
+                "|" + "---|" * len(made.head),
+                *map(_row, made.rows),
+            ]
     return "\n".join(lines) + "\n"
 
 

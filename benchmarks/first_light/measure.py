@@ -29,12 +29,18 @@ class Stopwatch:
     """
 
     def __init__(
-        self, device: torch.device, rounds: int, flushed_bytes: int = _FLUSHED_BYTES, now: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        rounds: int,
+        flushed_bytes: int = _FLUSHED_BYTES,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.device, self.rounds, self.now = device, rounds, now
         self._flushed = torch.empty(flushed_bytes, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
-    def ms(self, calls: dict[str, Callable[[], Any]], before: dict[str, Callable[[], Any]] | None = None) -> dict[str, Stats]:
+    def ms(
+        self, calls: dict[str, Callable[[], Any]], before: dict[str, Callable[[], Any]] | None = None
+    ) -> dict[str, Stats]:
         """Return milliseconds of each call; they take turns, so that what slows the machine for a while slows all.
 
         Args:

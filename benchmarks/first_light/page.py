@@ -41,10 +41,15 @@ def page(report: Report) -> str:
     verdict = "something is NOT WELL" if bad else "well so far" if left else "all is well"
     pill = tag("span", verdict, class_=f"pill {'bad' if bad else 'warn' if left else 'good'}")
     where = report.machine.get("gpu") or "A trial on the CPU"
-    header = tag("header", tag("p", "megatron_sp: first light", class_="kicker"), tag("h1", where, pill), _lead(report, left))
+    header = tag(
+        "header", tag("p", "megatron_sp: first light", class_="kicker"), tag("h1", where, pill), _lead(report, left)
+    )
     sections = [_summary(report, parts), *(_section(*part) for part in parts)]
     links = [tag("a", name, href=f"#part-{number}") for number, (name, _, _) in enumerate(parts)]
-    numbered = [tag("section", section, id="summary" if number == 0 else f"part-{number - 1}") for number, section in enumerate(sections)]
+    numbered = [
+        tag("section", section, id="summary" if number == 0 else f"part-{number - 1}")
+        for number, section in enumerate(sections)
+    ]
     body = join(header, tag("nav", tag("a", "summary", href="#summary"), links), tag("main", numbered))
     css = (Path(megatron_sp.report.__file__).parent / "page.css").read_text(encoding="utf-8")
     return markup.page("First light", css + _STYLE, body)
@@ -54,7 +59,11 @@ def _lead(report: Report, left: Sequence[str]) -> Html:
     words = [f"{name} {value}" for name, value in report.machine.items() if name != "gpu"]
     lines = [tag("p", ", ".join(words), class_="lead")]
     if not report.machine.get("gpu"):
-        lines.append(tag("p", "Tiny shapes: this says that the parts run. No time here says anything about a GPU.", class_="lead"))
+        lines.append(
+            tag(
+                "p", "Tiny shapes: this says that the parts run. No time here says anything about a GPU.", class_="lead"
+            )
+        )
     lines += [tag("p", f"{call['date']}: ", tag("code", call["command"]), class_="quiet") for call in report.calls]
     lines += [tag("p", f"To be done: {', '.join(left)}.", class_="quiet")] if left else []
     return join(lines)
@@ -62,7 +71,14 @@ def _lead(report: Report, left: Sequence[str]) -> Html:
 
 def _summary(report: Report, parts: Sequence[tuple[str, str, PartResult]]) -> Html:
     rows = [
-        [name, title, _pill(verdict_of(result)), _counts(result.records), format_duration(result.seconds), result.message]
+        [
+            name,
+            title,
+            _pill(verdict_of(result)),
+            _counts(result.records),
+            format_duration(result.seconds),
+            result.message,
+        ]
         for name, title, result in parts
     ]
     if not rows:
@@ -72,7 +88,10 @@ def _summary(report: Report, parts: Sequence[tuple[str, str, PartResult]]) -> Ht
 
 
 def _counts(records: Sequence[Record]) -> str:
-    counts = {verdict: sum(record.verdict == verdict for record in records) for verdict in ("ok", "wrong", "failed", "absent", "measured")}
+    counts = {
+        verdict: sum(record.verdict == verdict for record in records)
+        for verdict in ("ok", "wrong", "failed", "absent", "measured")
+    }
     words = {"absent": "not there"}
     return ", ".join(f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items() if count) or "none"
 
@@ -82,14 +101,23 @@ def _section(name: str, title: str, result: PartResult) -> Html:
     if result.message:
         parts.append(tag("p", result.message, class_="bad-text" if result.is_bad else "quiet"))
     for made in tables(result.records):
-        lines = [join(tag("h3", record.row), time_line(record)) for record in result.records if record.table == made.title and record.spans]
+        lines = [
+            join(tag("h3", record.row), time_line(record))
+            for record in result.records
+            if record.table == made.title and record.spans
+        ]
         parts.append(tag("div", tag("h3", made.title), _table(made), lines, class_="card"))
-    measured = f"{name}, {format_duration(result.seconds)}" + (f", revision {result.revision}" if result.revision else "")
+    measured = f"{name}, {format_duration(result.seconds)}" + (
+        f", revision {result.revision}" if result.revision else ""
+    )
     return join(parts, tag("p", measured, class_="quiet"))
 
 
 def _table(made: Table) -> Html:
-    rows = [[row[0], *([_pill(row[1]) if row[1] else ""] if made.has_results else []), *row[1 + made.has_results :]] for row in made.rows]
+    rows = [
+        [row[0], *([_pill(row[1]) if row[1] else ""] if made.has_results else []), *row[1 + made.has_results :]]
+        for row in made.rows
+    ]
     return table(made.head, rows, numeric=range(1 + made.has_results, len(made.head) - made.has_remarks))
 
 
@@ -106,10 +134,21 @@ def time_line(record: Record) -> Html:
     for lane, label, begin, end in record.spans:
         words = tag("title", f"{label}: {begin:.3f} to {end:.3f} ms")
         at = {"x": f"{_NAMES + begin * scale:.2f}", "y": lanes.index(lane) * _LANE + 3}
-        made.append(tag("rect", words, **at, width=f"{max(0.3, (end - begin) * scale):.2f}", height=_LANE - 6, fill=_colour(lane, label)))
+        made.append(
+            tag(
+                "rect",
+                words,
+                **at,
+                width=f"{max(0.3, (end - begin) * scale):.2f}",
+                height=_LANE - 6,
+                fill=_colour(lane, label),
+            )
+        )
     made.append(tag("text", f"{whole:.3g} ms", x=_WIDTH, y=len(lanes) * _LANE + 14, text_anchor="end"))
     box = f"0 0 {_WIDTH} {len(lanes) * _LANE + 20}"
-    colours = {label: _colour(lane, label) for lane, label, _, _ in record.spans if "exchanges" not in lane} | {"exchange": _EXCHANGE}
+    colours = {label: _colour(lane, label) for lane, label, _, _ in record.spans if "exchanges" not in lane} | {
+        "exchange": _EXCHANGE
+    }
     keys = [[tag("span", class_="key", style=f"--c: {colour}"), label, "  "] for label, colour in colours.items()]
     picture = tag("svg", made, viewBox=box, role="img", aria_label=f"time line of {record.row}", class_="line")
     return join(picture, tag("p", keys, class_="quiet keys"))

@@ -49,7 +49,13 @@ PARTS = (
     Part("collectives", "NCCL on all GPUs", "collectives:run", 240, 30),
     Part("replay-7b-16k", "One rank of sp 8: 7B parameters, 16K tokens", "replay:run_7b_16k", 240, 40, True),
     Part("gpu-tests", "tests/gpu", "gpu_tests:run", 900, 60),
-    Part("kernels-compiled", "The chains of the kernels by torch.compile, Liger and others", "kernels:run_others", 420, 30),
+    Part(
+        "kernels-compiled",
+        "The chains of the kernels by torch.compile, Liger and others",
+        "kernels:run_others",
+        420,
+        30,
+    ),
     Part("speed-large", "MFU and prediction for 1.3 B parameters", "speed:run_large", 240, 40, True),
 )
 

@@ -69,4 +69,8 @@ def predict(config: Config, machine: Machine) -> StepTime:
 
 def against(measured_ms: float, predicted_ms: float) -> dict[str, Any]:
     """Return the values of a comparison; whether a machine is as fast as predicted is no verdict."""
-    return {"measured_ms": measured_ms, "predicted_ms": predicted_ms, "measured / predicted": measured_ms / max(predicted_ms, 1e-9)}
+    return {
+        "measured_ms": measured_ms,
+        "predicted_ms": predicted_ms,
+        "measured / predicted": measured_ms / max(predicted_ms, 1e-9),
+    }

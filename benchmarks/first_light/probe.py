@@ -22,7 +22,9 @@ def probe() -> dict[str, str]:
     """
     command = [sys.executable, "-m", "first_light.probe"]
     try:
-        run = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL)
+        run = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"torch did not say within {_PATIENCE_S:.0f} s what is here: look at nvidia-smi, and at `megatron-sp doctor`"
@@ -47,10 +49,19 @@ def main() -> int:
     from megatron_sp import __version__
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = {"gpus": str(count), "gpu": "", "torch": torch.__version__, "python": platform.python_version(), "megatron_sp": __version__}
+    found = {
+        "gpus": str(count),
+        "gpu": "",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "megatron_sp": __version__,
+    }
     if count:
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        found |= {"gpu": f"{count} x {torch.cuda.get_device_name()}, capability {capability}", "cuda": str(torch.version.cuda)}
+        found |= {
+            "gpu": f"{count} x {torch.cuda.get_device_name()}, capability {capability}",
+            "cuda": str(torch.version.cuda),
+        }
         found |= {"cudnn": str(torch.backends.cudnn.version()), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     print(json.dumps(found))
     return 0

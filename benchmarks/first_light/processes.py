@@ -33,7 +33,9 @@ def marked(mark: str) -> list[int]:
 def end_marked(mark: str, patience_s: float = 30.0) -> None:
     """Kill everything that has the mark; what a driver holds in the kernel may outlive ``patience_s`` seconds, and is left."""
     deadline = time.monotonic() + patience_s
-    while (pids := marked(mark)) and time.monotonic() < deadline:  # what one of them has started meanwhile is found the next time
+    while (
+        pids := marked(mark)
+    ) and time.monotonic() < deadline:  # what one of them has started meanwhile is found the next time
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -52,7 +52,9 @@ class Record:
         """Return it as JSON knows it: a number that is not finite becomes text."""
         made = asdict(self)
         made["values"] = {name: _finite(value) for name, value in self.values.items()}
-        made["spans"] = [[lane, label, _finite(begin) or 0.0, _finite(end) or 0.0] for lane, label, begin, end in self.spans]
+        made["spans"] = [
+            [lane, label, _finite(begin) or 0.0, _finite(end) or 0.0] for lane, label, begin, end in self.spans
+        ]
         return made
 
 
@@ -70,14 +72,23 @@ def record_of(value: Any) -> Record:
         raise ValueError("a record has other fields")
     texts, values, spans = [value["table"], value["row"], value["message"]], value["values"], value["spans"]
     good = all(isinstance(text, str) for text in texts) and value["verdict"] in VERDICTS and isinstance(values, dict)
-    good = good and all(isinstance(name, str) and (v is None or isinstance(v, (str, int, float))) for name, v in values.items())
+    good = good and all(
+        isinstance(name, str) and (v is None or isinstance(v, (str, int, float))) for name, v in values.items()
+    )
     if not good or not isinstance(spans, list) or not all(_is_span(span) for span in spans):
         raise ValueError("a field of a record is of another kind")
-    return Record(value["table"], value["row"], values, value["verdict"], value["message"], [tuple(span) for span in spans])
+    return Record(
+        value["table"], value["row"], values, value["verdict"], value["message"], [tuple(span) for span in spans]
+    )
 
 
 def _is_span(span: Any) -> bool:
-    return isinstance(span, list) and len(span) == 4 and all(isinstance(x, str) for x in span[:2]) and all(_is_time(x) for x in span[2:])
+    return (
+        isinstance(span, list)
+        and len(span) == 4
+        and all(isinstance(x, str) for x in span[:2])
+        and all(_is_time(x) for x in span[2:])
+    )
 
 
 def _is_time(x: Any) -> bool:
@@ -107,7 +118,9 @@ class Context:
 
         return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
 
-    def record(self, table: str, row: str, verdict: Verdict = "measured", message: str = "", spans: Any = (), **values: Value) -> None:
+    def record(
+        self, table: str, row: str, verdict: Verdict = "measured", message: str = "", spans: Any = (), **values: Value
+    ) -> None:
         """Keep one measurement (``Record``)."""
         self.keep(Record(table, row, values, verdict, message, list(spans)))
 
@@ -134,7 +147,12 @@ class Context:
         """Keep why a measurement failed. A device with too little memory for it is not a fault: what it needs is not there."""
         traceback.print_exception(error)  # into the part's log
         is_too_large = is_out_of_memory(error)
-        self.record(table, row, "absent" if is_too_large else "failed", f"{'too little memory: ' * is_too_large}{failure(error)}")
+        self.record(
+            table,
+            row,
+            "absent" if is_too_large else "failed",
+            f"{'too little memory: ' * is_too_large}{failure(error)}",
+        )
 
 
 def failure(error: BaseException) -> str:

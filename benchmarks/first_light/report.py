@@ -39,7 +39,9 @@ class PartResult:
     @property
     def is_bad(self) -> bool:
         """True if not all is well."""
-        if self.status == "stopped":  # what the end has cut short is repeated; a wrong result is none of the end's doing
+        if (
+            self.status == "stopped"
+        ):  # what the end has cut short is repeated; a wrong result is none of the end's doing
             return any(record.verdict == "wrong" for record in self.records)
         return self.status == "failed" or any(record.is_bad for record in self.records)
 
@@ -122,13 +124,17 @@ def read_report(path: Path) -> Report:
 
 def _report_of(value: dict[str, Any]) -> Report:
     machine = {str(name): str(words) for name, words in value["machine"].items()}
-    calls = [{"date": str(c["date"]), "command": str(c["command"]), "minutes": float(c["minutes"])} for c in value["calls"]]
+    calls = [
+        {"date": str(c["date"]), "command": str(c["command"]), "minutes": float(c["minutes"])} for c in value["calls"]
+    ]
     parts = {}
     for name, part in value["parts"].items():
         if part["status"] not in ("done", "failed", "stopped"):
             raise ValueError(part["status"])
         records = [record_of(record) for record in part["records"]]
-        parts[name] = PartResult(part["status"], str(part["message"]), float(part["seconds"]), str(part["revision"]), records)
+        parts[name] = PartResult(
+            part["status"], str(part["message"]), float(part["seconds"]), str(part["revision"]), records
+        )
     return Report(machine, calls, parts)
 
 
@@ -149,11 +155,15 @@ def open_report(folder: Path, machine: dict[str, str]) -> Report:
         (folder / name).unlink(missing_ok=True)
     if NAME not in names:
         if names:
-            raise ConfigError(f"--out {folder} is a folder of something else ({min(names)[:60]} is in it): give one of its own")
+            raise ConfigError(
+                f"--out {folder} is a folder of something else ({min(names)[:60]} is in it): give one of its own"
+            )
         return Report(machine)
     report = read_report(folder / NAME)
     for name, here in machine.items():
         there = report.machine.get(name, "")
         if there != here:
-            raise ConfigError(f"--out {folder} is about another machine ({name} {there or 'unknown'}, here {here}): choose another --out")
+            raise ConfigError(
+                f"--out {folder} is about another machine ({name} {there or 'unknown'}, here {here}): choose another --out"
+            )
     return report

@@ -185,7 +185,15 @@ class Runner:
         environment = {**child_environment(self._threads()), **caches, "TMPDIR": str(scratch), MARK: mark}
         environment["PYTHONPATH"] = os.pathsep.join([str(_BENCHMARKS), environment["PYTHONPATH"]])
         function = part.function if "." in part.function else f"first_light.parts.{part.function}"
-        command = [sys.executable, "-m", "first_light.one_part", function, self.machine.device, str(self.machine.num_gpus), str(scratch)]
+        command = [
+            sys.executable,
+            "-m",
+            "first_light.one_part",
+            function,
+            self.machine.device,
+            str(self.machine.num_gpus),
+            str(scratch),
+        ]
         with open(scratch / "log", "wb") as log:
             return subprocess.Popen(
                 command, env=environment, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
@@ -219,7 +227,9 @@ def _read(path: Path) -> tuple[list[Record], str, bool]:
 
 def _last_line(log: Path) -> str:
     try:
-        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+        ]
     except OSError:
         return ""
     return lines[-1][:400] if lines else ""

@@ -112,8 +112,12 @@ def law_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, s
     rms = math.sqrt(total / max(1, sum(g.numel() for g in want.values())))
     errors = []
     for name, grad in want.items():
-        difference = float((got[name] - grad).abs().max()) if name in got and got[name].shape == grad.shape else math.inf
-        errors.append((math.inf if math.isnan(difference) else difference / (float(grad.abs().max()) + 1e-3 * rms + 1e-300), name))
+        difference = (
+            float((got[name] - grad).abs().max()) if name in got and got[name].shape == grad.shape else math.inf
+        )
+        errors.append(
+            (math.inf if math.isnan(difference) else difference / (float(grad.abs().max()) + 1e-3 * rms + 1e-300), name)
+        )
     return max(errors, default=(math.inf, "no gradient"))
 
 

@@ -84,7 +84,11 @@ def results(report: Report) -> list[tuple[str, str, PartResult]]:
 
 def undone(report: Report) -> list[str]:
     """Return the parts that are still to be done."""
-    return [part.name for part in parts_for(report.machine.get("device", "cuda")) if not report.is_finished(part.name, again=False)]
+    return [
+        part.name
+        for part in parts_for(report.machine.get("device", "cuda"))
+        if not report.is_finished(part.name, again=False)
+    ]
 
 
 def verdict_of(result: PartResult) -> str:

@@ -119,7 +119,11 @@ class Varlen(Kernel):
         self.ends = torch.arange(0, (shape.b + 1) * shape.s, shape.s, dtype=torch.int32, device="cuda")
         # its way to say "causal" was renamed between torch 2.11 and 2.13
         names = inspect.signature(varlen_attn).parameters
-        self.options = {"is_causal": shape.causal} if "is_causal" in names else {"window_size": (-1, 0) if shape.causal else (-1, -1)}
+        self.options = (
+            {"is_causal": shape.causal}
+            if "is_causal" in names
+            else {"window_size": (-1, 0) if shape.causal else (-1, -1)}
+        )
 
     def arrange(self, x: Any) -> Any:
         return x.flatten(0, 1)
@@ -198,7 +202,9 @@ class Contender:
 
         self.kernel = kind(shape)
         g = torch.Generator(device).manual_seed(1)
-        made = [torch.randn(shape.b, shape.s, shape.n, shape.d, generator=g, device=device, dtype=dtype) for _ in range(4)]
+        made = [
+            torch.randn(shape.b, shape.s, shape.n, shape.d, generator=g, device=device, dtype=dtype) for _ in range(4)
+        ]
         self.q, self.k, self.v = (self.kernel.arrange(x).detach().requires_grad_() for x in made[:3])
         self.grad = self.kernel.arrange(made[3])
         self.out = self.forward()
@@ -251,7 +257,9 @@ def timer(device: Any) -> Callable[[Callable[[], Any], int], float]:
     return on_gpu if device.type == "cuda" else on_cpu
 
 
-def measure(shape: Shape, kinds: dict[str, type[Kernel]], device: Any, dtype: Any, rounds: int, reasons: dict[str, str]) -> dict[str, Any]:
+def measure(
+    shape: Shape, kinds: dict[str, type[Kernel]], device: Any, dtype: Any, rounds: int, reasons: dict[str, str]
+) -> dict[str, Any]:
     """Seconds of forward and backward for each kernel that works on the shape; ``reasons`` collects why others do not."""
     ready: dict[str, Contender] = {}
     for name, kind in kinds.items():
@@ -296,7 +304,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-lengths", nargs="+", type=int, default=list(SEQ_LENGTHS))
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=list(KERNELS))
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (default: 9)")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on the CPU where there is no GPU: does it run at all?")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, on the CPU where there is no GPU: does it run at all?"
+    )
     parser.add_argument("--json", help="write the results to this file")
     return parser.parse_args(argv)
 
@@ -306,7 +316,10 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available() and not options.smoke:
-        print("torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs tiny shapes on the CPU", file=sys.stderr)
+        print(
+            "torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs tiny shapes on the CPU",
+            file=sys.stderr,
+        )
         return 2
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kinds = {name: KERNELS[name] for name in options.kernels} if device.type == "cuda" else SMOKE_KERNELS

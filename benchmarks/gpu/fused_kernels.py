@@ -25,7 +25,9 @@ from attention_kernels import _count, timer
 from common import Stats, print_table, write_json
 
 
-def adamw_cases(elements: int, device: Any, kernels: list[str]) -> Iterator[tuple[str, float, dict[str, Callable[[], Any]]]]:
+def adamw_cases(
+    elements: int, device: Any, kernels: list[str]
+) -> Iterator[tuple[str, float, dict[str, Callable[[], Any]]]]:
     """(label, bytes, calls by kernel) of one step of AdamW."""
     import torch
 
@@ -37,7 +39,9 @@ def adamw_cases(elements: int, device: Any, kernels: list[str]) -> Iterator[tupl
     yield f"AdamW, {elements / 2**20:.4g}M elements", 28.0 * elements, calls
 
 
-def norm_cases(tokens: int, width: int, device: Any, dtype: Any, kernels: list[str]) -> Iterator[tuple[str, float, dict[str, Any]]]:
+def norm_cases(
+    tokens: int, width: int, device: Any, dtype: Any, kernels: list[str]
+) -> Iterator[tuple[str, float, dict[str, Any]]]:
     """(label, bytes, calls by kernel) of forward and backward of each norm."""
     import torch
 
@@ -59,7 +63,9 @@ def norm_cases(tokens: int, width: int, device: Any, dtype: Any, kernels: list[s
         yield f"{kind} backward, {tokens} x {width}", 3 * moved, backward
 
 
-def elementwise_cases(tokens: int, width: int, device: Any, dtype: Any, kernels: list[str]) -> Iterator[tuple[str, float, dict[str, Any]]]:
+def elementwise_cases(
+    tokens: int, width: int, device: Any, dtype: Any, kernels: list[str]
+) -> Iterator[tuple[str, float, dict[str, Any]]]:
     """(label, bytes, calls by kernel) of dropout, activation, rotary and the gradient's packing."""
     import torch
 
@@ -71,7 +77,10 @@ def elementwise_cases(tokens: int, width: int, device: Any, dtype: Any, kernels:
     u, grad = (torch.randn(tokens, n * width, device=device, dtype=dtype) for n in (8, 4))
     positions = torch.arange(tokens, device=device)
     keys = DropoutKeys.create(1, 2, positions[:1], positions).rows(0, 0)
-    tables, heads = rotary_tables(positions, 16, 1e4), torch.randn(tokens, width // 16, 3, 16, device=device, dtype=dtype)
+    tables, heads = (
+        rotary_tables(positions, 16, 1e4),
+        torch.randn(tokens, width // 16, 3, 16, device=device, dtype=dtype),
+    )
     act, one = Activation("swiglu"), float(x.numel() * x.element_size())
     found: list[tuple[str, float, Callable[[], Any]]] = [
         ("dropout and residual", 3 * one, lambda: dropped(x, 0.1, keys.keys, site=keys.site, residual=residual)),
@@ -113,10 +122,16 @@ def available_kernels(device: Any, dtype: Any) -> tuple[list[str], list[str]]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=2**27, help="of AdamW's tensor (default: 134217728)")
-    parser.add_argument("--tokens", type=int, default=16384, help="rows of the norms and elementwise operations (default: 16384)")
-    parser.add_argument("--widths", nargs="+", type=int, default=[1024, 4096, 8192], help="of the norms (default: 1024 4096 8192)")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="rows of the norms and elementwise operations (default: 16384)"
+    )
+    parser.add_argument(
+        "--widths", nargs="+", type=int, default=[1024, 4096, 8192], help="of the norms (default: 1024 4096 8192)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (default: 9)")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on the CPU where there is no GPU: does it run at all?")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, on the CPU where there is no GPU: does it run at all?"
+    )
     parser.add_argument("--json", help="write the results to this file")
     return parser.parse_args(argv)
 
@@ -126,7 +141,10 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available() and not options.smoke:
-        print("torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs tiny shapes on the CPU", file=sys.stderr)
+        print(
+            "torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs tiny shapes on the CPU",
+            file=sys.stderr,
+        )
         return 2
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     elements, tokens, widths, rounds = options.elements, options.tokens, options.widths, options.rounds
@@ -148,7 +166,9 @@ def main(argv: list[str] | None = None) -> int:
                 for name, call in calls.items():
                     raw[name].append(clock(call, counts[name]))
             seconds = {name: Stats.of(times) for name, times in raw.items()}
-            results[label] = {n: {"seconds": s.as_dict(), "gb_per_s": moved / s.median / 1e9} for n, s in seconds.items()}
+            results[label] = {
+                n: {"seconds": s.as_dict(), "gb_per_s": moved / s.median / 1e9} for n, s in seconds.items()
+            }
     rows = [
         [label, *(f"{found[name]['gb_per_s']:,.0f}" if name in found else "" for name in ("torch", "triton", "apex"))]
         for label, found in results.items()

@@ -128,7 +128,9 @@ def build_ours(shape: dict[str, int], device: Any, dtype: Any = None, layout: An
     def forward(tokens: Any) -> Any:
         gradients.start_step()
         gradients.last_micro_batch()
-        loss_sum, _token_losses = model(tokens, tokens.roll(-1, dims=1), loss_mask, ForwardContext(AttentionMask(), kernel=kernel), events)
+        loss_sum, _token_losses = model(
+            tokens, tokens.roll(-1, dims=1), loss_mask, ForwardContext(AttentionMask(), kernel=kernel), events
+        )
         return loss_sum / loss_mask.sum()
 
     def backward(loss: Any) -> None:
@@ -195,7 +197,9 @@ def build_peer(shape: dict[str, int], device: Any, *, compiled: bool, autocast: 
     parameters = list(model.parameters())
     decayed, plain = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}], lr=LEARNING_RATE, fused=True
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        fused=True,
     )
 
     def forward(tokens: Any) -> Any:
@@ -245,7 +249,9 @@ def model_config(shape: dict[str, int]) -> Any:
     )  # fmt: skip
 
 
-def measure_step(build: Callable[[], Step], shape: dict[str, int], device: Any, warmup: int, rounds: int) -> dict[str, Any]:
+def measure_step(
+    build: Callable[[], Step], shape: dict[str, int], device: Any, warmup: int, rounds: int
+) -> dict[str, Any]:
     """Times, peak memory and last loss of one contender, which is gone from the device afterwards."""
     import torch
 
@@ -288,15 +294,21 @@ def matmul_rate(device: Any, size: int, rounds: int) -> Stats:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="124M", help="model and batch (default: 124M, 16 x 1024 tokens)")
+    parser.add_argument(
+        "--shape", choices=tuple(SHAPES), default="124M", help="model and batch (default: 124M, 16 x 1024 tokens)"
+    )
     parser.add_argument("--batch", type=int, help="sequences, instead of the shape's")
     parser.add_argument("--visits", type=int, default=2, help="how often the contenders take turns (default: 2)")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each visit (default: 10)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: 5)")
-    parser.add_argument("--cuda-graphs", choices=("on", "off"), default="off", help="on: also ours as captured steps, which needs a GPU")
+    parser.add_argument(
+        "--cuda-graphs", choices=("on", "off"), default="off", help="on: also ours as captured steps, which needs a GPU"
+    )
     parser.add_argument("--compile", action="store_true", help="also the peer with its blocks under torch.compile")
     parser.add_argument("--no-peer", action="store_true", help="ours and the matrix products alone")
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape, on the CPU where there is no GPU: does it run at all?")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny shape, on the CPU where there is no GPU: does it run at all?"
+    )
     parser.add_argument("--json", help="write results there")
     options = parser.parse_args(argv)
     if options.smoke:
@@ -315,7 +327,10 @@ def main(argv: list[str] | None = None) -> int:
     from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
 
     if not torch.cuda.is_available() and not options.smoke:
-        print("torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs a tiny shape on the CPU", file=sys.stderr)
+        print(
+            "torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs a tiny shape on the CPU",
+            file=sys.stderr,
+        )
         return 2
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -355,13 +370,21 @@ def main(argv: list[str] | None = None) -> int:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             rates += matmul_rate(device, 64 if options.smoke else 8192, options.rounds).values
-            print(f"visit {visit + 1}/{options.visits}: {name} {Stats.of(raw[name][-1]['seconds']).text('ms', 1e3, 1)}", file=sys.stderr)
+            print(
+                f"visit {visit + 1}/{options.visits}: {name} {Stats.of(raw[name][-1]['seconds']).text('ms', 1e3, 1)}",
+                file=sys.stderr,
+            )
     destroy_process_group()
     per_token = step_flops_per_token(model_config(shape))
     tokens = shape["batch"] * shape["seq_length"]
     peak, peak_name = peak_tflops(None, device, torch.bfloat16)
     rate = Stats.of(rates)
-    results: dict[str, Any] = {"shape": shape, "kernel": kernel, "matmul_rate": rate.as_dict(), "peak": [peak, peak_name]}
+    results: dict[str, Any] = {
+        "shape": shape,
+        "kernel": kernel,
+        "matmul_rate": rate.as_dict(),
+        "peak": [peak, peak_name],
+    }
     rows = []
     for name, visits in raw.items():
         seconds = Stats.of(s for visit in visits for s in visit["seconds"])
@@ -382,7 +405,16 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     results["time_ratios"] = ratios
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    header = ["", "step", "tokens/s", "peak memory", "TFLOP/s causal / full", "MFU causal / full", "of matmul rate", "last loss"]
+    header = [
+        "",
+        "step",
+        "tokens/s",
+        "peak memory",
+        "TFLOP/s causal / full",
+        "MFU causal / full",
+        "of matmul rate",
+        "last loss",
+    ]
     notes = [
         f"matmul rate {rate.text('TFLOP/s', 1e-12, 0)}, peak {peak:g} TFLOP/s ({peak_name}), our attention kernel: {kernel}",
         f"our fused kernels: {fused}",

@@ -37,8 +37,22 @@ from gpu.device_weights import drawn_on
 
 SP = 8
 SHAPES = {
-    "1B-64K": {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "seq_length": 65536, "vocab_size": 50304, "goal_ms": 445},
-    "7B-16K": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "seq_length": 16384, "vocab_size": 50304, "goal_ms": 185},
+    "1B-64K": {
+        "num_layers": 24,
+        "hidden_size": 2048,
+        "num_heads": 16,
+        "seq_length": 65536,
+        "vocab_size": 50304,
+        "goal_ms": 445,
+    },
+    "7B-16K": {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_heads": 32,
+        "seq_length": 16384,
+        "vocab_size": 50304,
+        "goal_ms": 185,
+    },
     "smoke": {"num_layers": 2, "hidden_size": 64, "num_heads": 16, "seq_length": 64, "vocab_size": 128, "goal_ms": 0},
 }
 MODES: dict[str, tuple[Any, int, bool]] = {
@@ -253,7 +267,9 @@ def _deepspeed_attention_class() -> Any:
 
         def forward(self, x: Any, ctx: Any, norm: Any, dropout: Any) -> Any:
             qkv = F.linear(
-                F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.spec.eps), self.linear_qkv.weight, self.linear_qkv.bias
+                F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.spec.eps),
+                self.linear_qkv.weight,
+                self.linear_qkv.bias,
             )
             qkv = qkv.view(*x.shape[:2], self.n, 3, self.d).transpose(0, 1)  # [b, s/P, n, 3, d]
             q, k, v = (t.contiguous() for t in qkv.unbind(3))
@@ -317,13 +333,17 @@ def contenders(shape: dict[str, int], device: Any, *, peer: bool) -> dict[str, C
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=tuple(s for s in SHAPES if s != "smoke"), default=["1B-64K", "7B-16K"])
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(s for s in SHAPES if s != "smoke"), default=["1B-64K", "7B-16K"]
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these contenders alone")
     parser.add_argument("--visits", type=int, default=2, help="how often the contenders take turns (default: 2)")
     parser.add_argument("--rounds", type=int, default=5, help="measured micro-batches of each visit (default: 5)")
     parser.add_argument("--warmup", type=int, default=2, help="micro-batches before them (default: 2)")
     parser.add_argument("--no-peer", action="store_true", help="without DeepSpeed")
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape, on the CPU where there is no GPU: does it run at all?")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny shape, on the CPU where there is no GPU: does it run at all?"
+    )
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(argv)
     if options.smoke:
@@ -336,7 +356,10 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available() and not options.smoke:
-        print("torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs a tiny shape on the CPU", file=sys.stderr)
+        print(
+            "torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs a tiny shape on the CPU",
+            file=sys.stderr,
+        )
         return 2
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -379,7 +402,11 @@ def report(label: str, shape: dict[str, int], raw: dict[str, list[dict[str, Any]
         ms = Stats.of(t for visit in visits for t in visit["ms"])
         last = visits[-1]
         peak = max(v["peak_bytes"] for v in visits)
-        results[name] = {"ms": ms.as_dict(), "peak_bytes": peak, **{k: last[k] for k in ("loss", "kernel", "exchanges", "exchanged_bytes")}}
+        results[name] = {
+            "ms": ms.as_dict(),
+            "peak_bytes": peak,
+            **{k: last[k] for k in ("loss", "kernel", "exchanges", "exchanged_bytes")},
+        }
         tokens = shape["seq_length"] // SP / ms.median * 1e3
         rows.append([
             name, ms.text("ms", digits=1), f"{tokens:,.0f}", f"{peak / 2**30:.1f} GiB", f"{last['exchanges']}",

@@ -106,7 +106,10 @@ class BackgroundSaves:
         self._report = self._error = None
         # a daemon thread: a process that ends for another reason must not wait for a disk
         self._thread = threading.Thread(
-            target=self._work, args=(replace(snapshot, items=copies), self._copy), name=f"save of step {step}", daemon=True
+            target=self._work,
+            args=(replace(snapshot, items=copies), self._copy),
+            name=f"save of step {step}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -200,8 +203,12 @@ class HostCopy:
             moves.append((to, source))
             copies.append(item._replace(piece=Piece(item.piece.offsets, to)))
             at += round_up(item.num_bytes, _ALIGN)
-        head, tail = _halves(moves) if self._stream is None and torch.get_num_threads() == 1 and idle_cores() else (moves, [])
-        with ThreadPoolExecutor(1) as helper:  # one core does not use the memory's bandwidth: 0.10 s per GB, with two cores 0.06
+        head, tail = (
+            _halves(moves) if self._stream is None and torch.get_num_threads() == 1 and idle_cores() else (moves, [])
+        )
+        with ThreadPoolExecutor(
+            1
+        ) as helper:  # one core does not use the memory's bandwidth: 0.10 s per GB, with two cores 0.06
             other = helper.submit(_copy, tail)
             _copy(head[:1])
             reached()

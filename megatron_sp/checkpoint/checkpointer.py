@@ -79,7 +79,9 @@ class Checkpointer:
         max_file_bytes: int = 1 << 30,
     ) -> None:
         if keep_last < 2 or (keep_every is not None and keep_every < 1):
-            raise ValueError(f"keep_last ({keep_last}) must be at least 2 and keep_every ({keep_every}) at least 1, or None")
+            raise ValueError(
+                f"keep_last ({keep_last}) must be at least 2 and keep_every ({keep_every}) at least 1, or None"
+            )
         self._run_dir = run_dir
         self.ranks = Together(rank, world_size, group)
         self.faults = faults or FaultPlan.none()
@@ -108,7 +110,9 @@ class Checkpointer:
                 commit.require_no_links(folder)
                 notes = commit.sweep(folder)
             except OSError as error:
-                raise DiskError(f"cannot save into {folder}: {saving.explain(error, folder)}; give another --save") from None
+                raise DiskError(
+                    f"cannot save into {folder}: {saving.explain(error, folder)}; give another --save"
+                ) from None
             commit.log_notes(notes)
             return notes
 
@@ -253,7 +257,9 @@ class Checkpointer:
                     raise CheckpointError(f"{error}\n{find.way_out(folder)}") from None
                 problems.append(str(error))
                 self._tell([f"{error}\ntrying the one before it (--resume-fallback)"])
-        raise CheckpointError("\n".join([f"no sound checkpoint under {path}: {len(folders)} tried, all damaged", *problems]))
+        raise CheckpointError(
+            "\n".join([f"no sound checkpoint under {path}: {len(folders)} tried, all damaged", *problems])
+        )
 
     def verify(self, step_dir: str | Path) -> None:
         """Read a checkpoint in full and compare it with its manifest; the ranks share the work. Collective.
@@ -336,7 +342,9 @@ class Checkpointer:
         self.ranks.each(check_fit)
         rows = self.ranks.each(lambda: load.read_headers(step_dir, self._share(load.data_files(listed))))
         index = load.make_index(step_dir, listed, (row for of_rank in rows for row in of_rank))
-        self.ranks.each(lambda: load.check_tiling(step_dir, listed, index, self._share(sorted(set(listed.tensors) - unwanted))))
+        self.ranks.each(
+            lambda: load.check_tiling(step_dir, listed, index, self._share(sorted(set(listed.tensors) - unwanted)))
+        )
         self.ranks.each(lambda: load.fill(step_dir, index, tensors))
 
 
@@ -344,7 +352,9 @@ def _as_json(found: find.Candidates) -> list[Any]:
     return [[os.fspath(folder) for folder in found.folders], found.warnings]
 
 
-def differences(manifest: Manifest, wanted: dict[str, GlobalTensor], unexpected: Collection[str], cast: bool) -> list[Row]:
+def differences(
+    manifest: Manifest, wanted: dict[str, GlobalTensor], unexpected: Collection[str], cast: bool
+) -> list[Row]:
     """Return a row for every tensor that cannot be loaded as requested.
 
     Args:

@@ -140,7 +140,9 @@ def publish(staging: Path, manifest: Manifest) -> list[str]:
             if path == final and _same_tensors(path, manifest):
                 same = aside
             else:
-                notes.append(f"{path.name} was left from another continuation of this run: now {aside.name}, delete it if you like")
+                notes.append(
+                    f"{path.name} was left from another continuation of this run: now {aside.name}, delete it if you like"
+                )
             path.rename(aside)
     staging.rename(final)
     fsync_dir(folder)
@@ -160,7 +162,9 @@ def _same_tensors(step_dir: Path, manifest: Manifest) -> bool:
     return {**old, STATE_NAME: None} == {**manifest.files, STATE_NAME: None}
 
 
-def outdated(folder: Path, keep_last: int, keep_every: int | None, is_sound: Callable[[Path], bool] = is_complete) -> list[Path]:
+def outdated(
+    folder: Path, keep_last: int, keep_every: int | None, is_sound: Callable[[Path], bool] = is_complete
+) -> list[Path]:
     """Return the old steps to delete: all but the ``keep_last`` newest sound ones, anything newer, and multiples of ``keep_every``.
 
     Args:
@@ -184,7 +188,9 @@ def discard(path: Path) -> None:
     shutil.rmtree(dying)
 
 
-def prune(folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None) -> list[str]:
+def prune(
+    folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None
+) -> list[str]:
     """Delete the steps that are ``outdated``. Returns the names of the deleted folders."""
     removed = []
     for path in outdated(folder, keep_last, keep_every):

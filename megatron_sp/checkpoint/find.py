@@ -13,7 +13,14 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_sp.checkpoint.commit import list_steps, read_latest, require_no_link, require_no_links, step_name, step_number
+from megatron_sp.checkpoint.commit import (
+    list_steps,
+    read_latest,
+    require_no_link,
+    require_no_links,
+    step_name,
+    step_number,
+)
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, is_complete
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import read_small_file
@@ -81,7 +88,9 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
         raise CheckpointError(_absent(path))
     if is_step_folder(path):
         if ckpt_step is not None and step_number(path.name) not in (None, ckpt_step):
-            raise CheckpointError(f"{path} is one step's folder, --ckpt-step {ckpt_step} asks for another: give the run's folder")
+            raise CheckpointError(
+                f"{path} is one step's folder, --ckpt-step {ckpt_step} asks for another: give the run's folder"
+            )
         if step_number(path.name) is not None:
             require_no_link(path)
         return Candidates([path], [])
@@ -102,11 +111,15 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
     if ckpt_step is not None:
         if ckpt_step not in steps:
             sound = step_list(_complete(steps))
-            raise CheckpointError(f"{folder} has no {step_name(ckpt_step)} (--ckpt-step {ckpt_step}); it has the steps {sound}")
+            raise CheckpointError(
+                f"{folder} has no {step_name(ckpt_step)} (--ckpt-step {ckpt_step}); it has the steps {sound}"
+            )
         steps = {step: p for step, p in steps.items() if step <= ckpt_step}
     elif hint is not None and hint != max(steps):
         newest = step_name(max(steps))
-        warnings.append(f"{folder / 'latest'} names {step_name(hint)}, but the newest folder is {newest}: the folders decide")
+        warnings.append(
+            f"{folder / 'latest'} names {step_name(hint)}, but the newest folder is {newest}: the folders decide"
+        )
     return Candidates([steps[step] for step in sorted(steps, reverse=True)], warnings)
 
 
@@ -138,7 +151,11 @@ def way_out(step_dir: Path) -> str:
     if not others:
         return "Those beside it are not complete either." if beside else "There is no other checkpoint beside it."
     own = step_number(step_dir.name)
-    fallback = "--resume-fallback to go on from the newest sound one before it, or " if own is not None and min(others) < own else ""
+    fallback = (
+        "--resume-fallback to go on from the newest sound one before it, or "
+        if own is not None and min(others) < own
+        else ""
+    )
     return (
         f"Give {fallback}--ckpt-step N to choose one of {step_list(others)}, whose files are all there with their sizes; a load reads and"
         " compares their contents."
@@ -215,7 +232,11 @@ _UNPADDED = "Where the files do not say how many entries of the vocabulary are n
 def _deepspeed(folder: Path, names: set[str]) -> Foreign | None:
     is_step = _has_states(names)
     steps = [folder.name] if is_step else sorted(name for name in names if _has_states(_names(folder / name)))
-    if not steps and not any(_STEP.fullmatch(name) for name in names) and not any(_tells_of_step(folder / name) for name in _TRACKERS):
+    if (
+        not steps
+        and not any(_STEP.fullmatch(name) for name in names)
+        and not any(_tells_of_step(folder / name) for name in _TRACKERS)
+    ):
         return None
     universal = any(name.endswith("_universal") for name in (*steps, *names)) or (is_step and "zero" in names)
     whose = f"{'universal checkpoint' if universal else 'checkpoint'} of DeepSpeed{_shown(steps)}"
@@ -230,7 +251,10 @@ def _has_states(names: set[str]) -> bool:
 def _tells_of_step(tracker: Path) -> bool:
     # whether a ``latest`` is DeepSpeed's: ours names a step-NNNNNN
     try:
-        return tracker.exists() and _STEP.fullmatch(read_small_file(tracker, 4096).decode("utf-8", "replace").strip()) is not None
+        return (
+            tracker.exists()
+            and _STEP.fullmatch(read_small_file(tracker, 4096).decode("utf-8", "replace").strip()) is not None
+        )
     except (CheckpointError, OSError):
         return False
 

@@ -34,7 +34,10 @@ def read_headers(step_dir: Path, names: Iterable[str]) -> list[list[Any]]:
     """Return the rectangles in these files, as JSON values for the other ranks. Raises CheckpointError."""
     rows: list[list[Any]] = []
     for name in names:
-        rows += [[p.name, p.dtype, list(p.rect.offsets), list(p.rect.sizes), p.file, p.begin] for p in read_header(step_dir / name)]
+        rows += [
+            [p.name, p.dtype, list(p.rect.offsets), list(p.rect.sizes), p.file, p.begin]
+            for p in read_header(step_dir / name)
+        ]
     return rows
 
 

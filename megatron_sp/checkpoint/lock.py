@@ -33,10 +33,20 @@ from megatron_sp.utils.files import file_system, open_own, require_own
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "LOCK"
-OF_ONE_HOST = ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "tmpfs")  # file systems that only one host mounts at a time
+OF_ONE_HOST = (
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "f2fs",
+    "zfs",
+    "tmpfs",
+)  # file systems that only one host mounts at a time
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
-_FUTURE_SECONDS = 5.0  # a heartbeat may come between reading the clock and the file; if it is later than this, a clock is wrong
+_FUTURE_SECONDS = (
+    5.0  # a heartbeat may come between reading the clock and the file; if it is later than this, a clock is wrong
+)
 _OWN_JOB_PAUSE_S = 1.0  # between checks for a heartbeat of an earlier attempt
 _TRIES, _PAUSE_S = 200, 0.01  # for the right to take over, which others hold for microseconds
 
@@ -52,17 +62,26 @@ class RunLock:
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, run_dir: str | Path, heartbeat_s: float = HEARTBEAT_SECONDS, stale_s: float = STALE_SECONDS, job: str = "") -> None:
+    def __init__(
+        self, run_dir: str | Path, heartbeat_s: float = HEARTBEAT_SECONDS, stale_s: float = STALE_SECONDS, job: str = ""
+    ) -> None:
         self.path = Path(run_dir) / LOCK_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._me = {**_this_process(), "job": job, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "token": uuid.uuid4().hex}
+        self._me = {
+            **_this_process(),
+            "job": job,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "token": uuid.uuid4().hex,
+        }
         self._stale_s = stale_s
         for _ in range(_TRIES):
             if self._create():
                 break
             self._clear_if_dead()
         else:
-            raise LockError(f"{self.path.parent}: other jobs take {self.path} again and again; see which they are, and end them")
+            raise LockError(
+                f"{self.path.parent}: other jobs take {self.path} again and again; see which they are, and end them"
+            )
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="run-lock-heartbeat", daemon=True)
         self._thread.start()
@@ -105,7 +124,12 @@ class RunLock:
                 time.sleep(_PAUSE_S)
             elif (who := self._judge()) is not None:
                 self.path.unlink(missing_ok=True)
-                logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
+                logger.warning(
+                    "took over the lock of %s: %s was held by %s",
+                    self.path.parent,
+                    self.path.name,
+                    f"{who}, which is gone",
+                )
 
     def _wait_for_own_job(self) -> None:
         first = sign = self._sign_of_own_job()
@@ -125,7 +149,9 @@ class RunLock:
             return None
         age = self._age()
         try:
-            return self.path.lstat().st_mtime_ns if age is not None and -_FUTURE_SECONDS <= age < self._stale_s else None
+            return (
+                self.path.lstat().st_mtime_ns if age is not None and -_FUTURE_SECONDS <= age < self._stale_s else None
+            )
         except FileNotFoundError:
             return None
 
@@ -182,7 +208,9 @@ class RunLock:
         while not self._closed.wait(every_s):
             try:
                 if not self.is_ours():
-                    logger.error("%s is no longer ours: another process took over this run; stop one of the two", self.path)
+                    logger.error(
+                        "%s is no longer ours: another process took over this run; stop one of the two", self.path
+                    )
                     return
                 os.utime(self.path)
             except OSError as error:
@@ -240,7 +268,9 @@ def _locked(fd: int, path: Path) -> bool:
 
 
 def _name(holder: dict[str, Any]) -> str:
-    return f"pid {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (since {holder.get('started', '?')})"
+    return (
+        f"pid {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (since {holder.get('started', '?')})"
+    )
 
 
 def _this_process() -> dict[str, Any]:
@@ -273,7 +303,12 @@ def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
     pid = holder.get("pid")
     if _is_of_earlier_boot(holder, here, path):
         return False
-    if holder.get("host") != here["host"] or holder.get("machine") != here["machine"] or not isinstance(pid, int) or pid <= 0:
+    if (
+        holder.get("host") != here["host"]
+        or holder.get("machine") != here["machine"]
+        or not isinstance(pid, int)
+        or pid <= 0
+    ):
         return None
     if here["machine"]:
         started = _start_time(pid)

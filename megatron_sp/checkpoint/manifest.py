@@ -61,8 +61,13 @@ class Manifest:
             "manifest_sha256": _NO_HASH,
             "step": self.step,
             "world_size": self.world_size,
-            "files": {name: {"bytes": record.num_bytes, "sha256": record.sha256} for name, record in sorted(self.files.items())},
-            "tensors": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in sorted(self.tensors.items())},
+            "files": {
+                name: {"bytes": record.num_bytes, "sha256": record.sha256}
+                for name, record in sorted(self.files.items())
+            },
+            "tensors": {
+                name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in sorted(self.tensors.items())
+            },
         }
         text = json.dumps(document, indent=1).encode("utf-8") + b"\n"
         return text.replace(_NO_HASH.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
@@ -85,13 +90,19 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
     document = parse_object(data, str(path))
     check_format_version(document, path)
     digest = document.get("manifest_sha256")
-    if not _is_hash(digest) or hashlib.sha256(data.replace(digest.encode(), _NO_HASH.encode(), 1)).hexdigest() != digest:
+    if (
+        not _is_hash(digest)
+        or hashlib.sha256(data.replace(digest.encode(), _NO_HASH.encode(), 1)).hexdigest() != digest
+    ):
         raise CheckpointError(f"{path} is damaged: its contents do not match the SHA-256 it carries")
     step, world_size, files, tensors = (document.get(key) for key in ("step", "world_size", "files", "tensors"))
     if not (is_count(step) and is_count(world_size) and isinstance(files, dict) and isinstance(tensors, dict)):
         raise CheckpointError(f"{path} is malformed: it needs step, world_size, files and tensors")
     manifest = Manifest(
-        step, world_size, {n: _file_record(path, n, v) for n, v in files.items()}, {n: _tensor(path, n, v) for n, v in tensors.items()}
+        step,
+        world_size,
+        {n: _file_record(path, n, v) for n, v in files.items()},
+        {n: _tensor(path, n, v) for n, v in tensors.items()},
     )
     if STATE_NAME not in manifest.files:
         raise CheckpointError(f"{path} is malformed: it does not list {STATE_NAME}")
@@ -106,7 +117,9 @@ def encode_state(step: int, state: dict[str, Any]) -> bytes:
     """
     data = json.dumps({**state, "format_version": FORMAT_VERSION, "step": step}, indent=1).encode("utf-8") + b"\n"
     if len(data) > MAX_STATE_BYTES:
-        raise ValueError(f"the state has {len(data):,} bytes as JSON, more than the {MAX_STATE_BYTES:,} that are read back: use tensors")
+        raise ValueError(
+            f"the state has {len(data):,} bytes as JSON, more than the {MAX_STATE_BYTES:,} that are read back: use tensors"
+        )
     try:
         parse_object(data, STATE_NAME)
     except CheckpointError as error:
@@ -133,7 +146,9 @@ def read_state(step_dir: Path) -> dict[str, Any]:
 def check_format_version(document: dict[str, Any], path: Path) -> None:
     version = document.get("format_version")
     if not is_count(version) or version < 1:
-        raise CheckpointError(f"{path} is malformed: format_version is {str(version)[:40]}, a positive integer is needed")
+        raise CheckpointError(
+            f"{path} is malformed: format_version is {str(version)[:40]}, a positive integer is needed"
+        )
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {version}, this program reads up to {FORMAT_VERSION}:"
@@ -143,7 +158,9 @@ def check_format_version(document: dict[str, Any], path: Path) -> None:
 
 def _file_record(path: Path, name: str, value: Any) -> FileRecord:
     if not _FILE_NAME.fullmatch(name):
-        raise CheckpointError(f"{path} names the file {name[:200]!r}: only plain file names of the same folder are allowed")
+        raise CheckpointError(
+            f"{path} names the file {name[:200]!r}: only plain file names of the same folder are allowed"
+        )
     if not (isinstance(value, dict) and is_count(value.get("bytes")) and _is_hash(value.get("sha256"))):
         raise CheckpointError(f"{path} is malformed: the entry of {name} needs bytes and sha256")
     return FileRecord(value["bytes"], value["sha256"])
@@ -151,9 +168,14 @@ def _file_record(path: Path, name: str, value: Any) -> FileRecord:
 
 def _tensor(path: Path, name: str, value: Any) -> tuple[str, tuple[int, ...]]:
     if not (
-        isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] in ITEM_BYTES and is_counts(value.get("shape"))
+        isinstance(value, dict)
+        and isinstance(value.get("dtype"), str)
+        and value["dtype"] in ITEM_BYTES
+        and is_counts(value.get("shape"))
     ):
-        raise CheckpointError(f"{path} is malformed: the entry of tensor {name[:200]!r} needs a known dtype and a shape")
+        raise CheckpointError(
+            f"{path} is malformed: the entry of tensor {name[:200]!r} needs a known dtype and a shape"
+        )
     return value["dtype"], tuple(value["shape"])
 
 
@@ -245,4 +267,6 @@ def require_none(step_dir: Path, problems: list[str]) -> None:
 
 def extra_files(step_dir: Path, manifest: Manifest) -> list[str]:
     """Return the names in a step folder that its manifest does not list; such files are never read."""
-    return sorted(entry.name for entry in os.scandir(step_dir) if entry.name not in manifest.files and entry.name != MANIFEST_NAME)
+    return sorted(
+        entry.name for entry in os.scandir(step_dir) if entry.name not in manifest.files and entry.name != MANIFEST_NAME
+    )

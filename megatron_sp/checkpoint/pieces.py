@@ -94,7 +94,9 @@ class GlobalTensor:
             if problem is None and piece.tensor.dtype != self.dtype:
                 problem = f"its dtype is {piece.tensor.dtype}, the tensor's {self.dtype}"
             if problem is not None:
-                raise ValueError(f"{name} {list(self.shape)}: piece {list(piece.rect.sizes)} at {list(piece.rect.offsets)}: {problem}")
+                raise ValueError(
+                    f"{name} {list(self.shape)}: piece {list(piece.rect.sizes)} at {list(piece.rect.offsets)}: {problem}"
+                )
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rect]:
@@ -144,9 +146,14 @@ def tiling_problem(shape: tuple[int, ...], rects: Collection[Rect]) -> str | Non
     edges = [np.unique([[r.offsets[dim], r.offsets[dim] + r.sizes[dim]] for r in rects]) for dim in range(len(shape))]
     if math.prod(len(e) for e in edges) > _MAX_CELLS:
         return f"its {len(rects):,} pieces cut it in too many places to check"
-    painted = np.zeros([len(e) - 1 for e in edges], dtype=np.uint8)  # cannot wrap round to 1: the volume above would not fit
+    painted = np.zeros(
+        [len(e) - 1 for e in edges], dtype=np.uint8
+    )  # cannot wrap round to 1: the volume above would not fit
     starts, ends = (
-        [np.searchsorted(edges[dim], [r.offsets[dim] + (r.sizes[dim] if end else 0) for r in rects]) for dim in range(len(shape))]
+        [
+            np.searchsorted(edges[dim], [r.offsets[dim] + (r.sizes[dim] if end else 0) for r in rects])
+            for dim in range(len(shape))
+        ]
         for end in (False, True)
     )
     for index, rect in enumerate(rects):

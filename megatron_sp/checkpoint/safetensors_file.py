@@ -85,7 +85,11 @@ def cut_into_files(items: Iterable[NamedPiece], max_bytes: int) -> list[list[Nam
     room: list[int] = []
     for item in items:
         for index in range(len(files)):
-            if item.name not in names[index] and item.num_bytes <= room[index] and len(names[index]) < MAX_TENSORS_PER_FILE:
+            if (
+                item.name not in names[index]
+                and item.num_bytes <= room[index]
+                and len(names[index]) < MAX_TENSORS_PER_FILE
+            ):
                 break
         else:
             index = len(files)
@@ -148,7 +152,9 @@ def _write(
     path: Path, items: Sequence[NamedPiece], header: Callable[[Sequence[NamedPiece]], bytes], contents: Callable[[NamedPiece], Tensor],
     reached: Callable[[str], None], update: Callable[[memoryview], None] | None, in_turn: bool = False,
 ) -> int:  # fmt: skip
-    items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
+    items = sorted(
+        items, key=lambda item: -item.piece.tensor.element_size()
+    )  # keeps every tensor aligned to its own size
     with direct_io.create(path) as file, contextlib.ExitStack() as stack:
         hasher = None if update is None or in_turn else stack.enter_context(ThreadPoolExecutor(1))
         size = 0
@@ -169,7 +175,9 @@ def _write(
     return size
 
 
-def _blocks(header: bytes, items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]) -> Iterable[memoryview]:
+def _blocks(
+    header: bytes, items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]
+) -> Iterable[memoryview]:
     yield memoryview(header)
     for item in items:
         data = _bytes_of(contents(item).detach().cpu().contiguous())
@@ -179,7 +187,9 @@ def _blocks(header: bytes, items: Sequence[NamedPiece], contents: Callable[[Name
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # a tensor of one element may have any stride, and view() refuses that
+    flat = tensor.as_strided(
+        (tensor.numel(),), (1,)
+    )  # a tensor of one element may have any stride, and view() refuses that
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -198,7 +208,11 @@ def _encode(items: Sequence[NamedPiece], metadata: dict[str, str]) -> bytes:
     for item in items:
         begin, end = end, end + item.num_bytes
         tensor = item.piece.tensor
-        entries[item.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[item.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries).encode("utf-8")
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
     return struct.pack("<Q", len(text)) + text
@@ -218,7 +232,9 @@ def read_header(path: Path, *, whole: bool = False) -> list[StoredPiece]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is not a safetensors file: it has {size:,} bytes and says that its header has {length:,}")
+            raise CheckpointError(
+                f"{path} is not a safetensors file: it has {size:,} bytes and says that its header has {length:,}"
+            )
         header = parse_object(file.read(length), f"the header of {path}", _MAX_FOREIGN_VALUES if whole else MAX_VALUES)
     metadata = header.pop("__metadata__", {})
     info_text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
@@ -232,14 +248,20 @@ def _stored_piece(path: Path, name: str, entry: Any, info: dict[str, Any] | None
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not (isinstance(dtype, str) and dtype in DTYPES and is_counts(shape) and is_counts(span) and len(span) == 2):
-        raise CheckpointError(f"{path}: the header's entry for {name[:200]!r} has no known dtype, shape and data_offsets")
+        raise CheckpointError(
+            f"{path}: the header's entry for {name[:200]!r} has no known dtype, shape and data_offsets"
+        )
     placed = {"saved_offsets": [0] * len(shape)} if info is None else info.get(name)
     offsets = placed.get("saved_offsets") if isinstance(placed, dict) else None
     if not (is_counts(offsets) and len(offsets) == len(shape)):
-        raise CheckpointError(f"{path}: the header does not say where {name[:200]!r} lies in its tensor (saved_offsets)")
+        raise CheckpointError(
+            f"{path}: the header does not say where {name[:200]!r} lies in its tensor (saved_offsets)"
+        )
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if span[1] - span[0] != expected:
-        raise CheckpointError(f"{path}: {name[:200]!r} is {dtype} {shape}, {expected:,} bytes, but data_offsets {span} say otherwise")
+        raise CheckpointError(
+            f"{path}: {name[:200]!r} is {dtype} {shape}, {expected:,} bytes, but data_offsets {span} say otherwise"
+        )
     return StoredPiece(name, dtype, Rect(tuple(offsets), tuple(shape)), path.name, data_start + span[0])
 
 
@@ -248,7 +270,9 @@ def _check_no_holes(path: Path, pieces: list[StoredPiece], data_start: int, size
     for piece in sorted(pieces, key=lambda p: (p.begin, p.rect.numel)):
         if piece.begin != position:
             problem = "overlaps another tensor" if piece.begin < position else "leaves a hole before it"
-            raise CheckpointError(f"{path}: {piece.name[:200]!r} starts at byte {piece.begin:,}, expected {position:,}: it {problem}")
+            raise CheckpointError(
+                f"{path}: {piece.name[:200]!r} starts at byte {piece.begin:,}, expected {position:,}: it {problem}"
+            )
         position += piece.rect.numel * ITEM_BYTES[piece.dtype]
     if position != size:
         raise CheckpointError(f"{path} has {size:,} bytes, its header describes {position:,}")
@@ -275,5 +299,7 @@ def read_into(file: Any, tensor: Tensor, position: int) -> None:
     while done < len(data):
         count = file.readinto(data[done:])
         if not count:
-            raise CheckpointError(f"{file.name} ended at byte {position + done:,} while it was read: is another process changing it?")
+            raise CheckpointError(
+                f"{file.name} ended at byte {position + done:,} while it was read: is another process changing it?"
+            )
         done += count

@@ -62,12 +62,18 @@ def describe(tensors: dict[str, GlobalTensor]) -> Description:
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name} is {tensor.dtype}: a checkpoint can hold {', '.join(str(d) for d in DTYPE_NAMES)}")
+            raise ValueError(
+                f"{name} is {tensor.dtype}: a checkpoint can hold {', '.join(str(d) for d in DTYPE_NAMES)}"
+            )
         if name == "__metadata__":
             raise ValueError("a tensor cannot be named __metadata__: safetensors uses that name itself")
         tensor.check(name)
     return {
-        name: [DTYPE_NAMES[tensor.dtype], list(tensor.shape), [[list(r.offsets), list(r.sizes)] for r in tensor.rects()]]
+        name: [
+            DTYPE_NAMES[tensor.dtype],
+            list(tensor.shape),
+            [[list(r.offsets), list(r.sizes)] for r in tensor.rects()],
+        ]
         for name, tensor in tensors.items()
     }
 
@@ -86,7 +92,9 @@ def make_plan(descriptions: list[Description]) -> SavePlan:
         for name, (dtype, shape, rects) in description.items():
             known = tensors.setdefault(name, (dtype, tuple(shape)))
             if known != (dtype, tuple(shape)):
-                raise ValueError(f"{name} is {dtype} {shape} on rank {rank}, but {known[0]} {list(known[1])} on a lower rank")
+                raise ValueError(
+                    f"{name} is {dtype} {shape} on rank {rank}, but {known[0]} {list(known[1])} on a lower rank"
+                )
             of_name = holders.setdefault(name, {})
             for offsets, sizes in rects:
                 of_name.setdefault(Rect(tuple(offsets), tuple(sizes)), []).append(rank)
@@ -96,7 +104,9 @@ def make_plan(descriptions: list[Description]) -> SavePlan:
     return _assign(tensors, holders, len(descriptions))
 
 
-def _assign(tensors: dict[str, tuple[str, tuple[int, ...]]], holders: dict[str, dict[Rect, list[int]]], world_size: int) -> SavePlan:
+def _assign(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], holders: dict[str, dict[Rect, list[int]]], world_size: int
+) -> SavePlan:
     writer: dict[tuple[str, Rect], int] = {}
     rank_bytes = [0] * world_size
     work = [
@@ -126,14 +136,21 @@ def open_staging(folder: Path, step: int, num_bytes: int, make_room: Callable[[]
         if free_bytes(folder) < needed:
             make_room()
         if (free := free_bytes(folder)) < needed:
-            return {"failed": f"{folder} has {size_words(free)} free, {size_words(needed)} are needed ({SPACE_FACTOR} times the tensors)"}
+            return {
+                "failed": f"{folder} has {size_words(free)} free, {size_words(needed)} are needed ({SPACE_FACTOR} times the tensors)"
+            }
         return {"staging": str(commit.staging_dir(folder, step))}
     except OSError as error:
         return {"failed": explain(error, folder)}
 
 
 def write_own_files(
-    staging: Path, rank: int, items: Sequence[NamedPiece], max_file_bytes: int, reached: Callable[[str], None], beside: bool = False
+    staging: Path,
+    rank: int,
+    items: Sequence[NamedPiece],
+    max_file_bytes: int,
+    reached: Callable[[str], None],
+    beside: bool = False,
 ) -> dict[str, Any]:
     """Write and fsync a rank's pieces, several files at once, since hashing is the bottleneck on a CPU without SHA instructions.
 
@@ -169,7 +186,12 @@ def make_manifest(step: int, state: bytes, plan: SavePlan, results: Sequence[dic
 
 
 def commit_staging(
-    staging: Path, step: int, state: bytes, plan: SavePlan, results: Sequence[dict[str, Any]], fault: Callable[[str], None]
+    staging: Path,
+    step: int,
+    state: bytes,
+    plan: SavePlan,
+    results: Sequence[dict[str, Any]],
+    fault: Callable[[str], None],
 ) -> dict[str, Any]:
     """Seal and publish a staging folder, or remove it if any rank failed.
 
@@ -193,7 +215,9 @@ def commit_staging(
     return {"failed": "; ".join(failures[:3])}
 
 
-def prune_quietly(folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None) -> list[str]:
+def prune_quietly(
+    folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None
+) -> list[str]:
     """Call ``commit.prune``, but only warn if a folder cannot be deleted."""
     try:
         return commit.prune(folder, keep_last, keep_every, before_each)

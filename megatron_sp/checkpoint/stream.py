@@ -77,7 +77,9 @@ def write_checkpoint(
     """
     run_dir = Path(run_dir)
     data = encode_state(step, state)
-    announced = {name: GlobalTensor(tuple(t.shape), t.dtype, list(_rows(t, max_file_bytes))) for name, t in tensors.items()}
+    announced = {
+        name: GlobalTensor(tuple(t.shape), t.dtype, list(_rows(t, max_file_bytes))) for name, t in tensors.items()
+    }
     plan = make_plan([describe(announced)])
     require_no_checkpoint(run_dir)  # before anything is created
     is_new = not run_dir.exists()
@@ -115,7 +117,9 @@ def require_no_checkpoint(run_dir: Path) -> None:
         raise CheckpointError(f"{run_dir} is a file; a folder is made there: name another one")
     if steps := commit.list_steps(run_dir / "checkpoints"):
         names = ", ".join(path.name for path in list(steps.values())[:4])
-        raise CheckpointError(f"{run_dir}/checkpoints has {names}{', ...' if len(steps) > 4 else ''} already: name another folder")
+        raise CheckpointError(
+            f"{run_dir}/checkpoints has {names}{', ...' if len(steps) > 4 else ''} already: name another folder"
+        )
 
 
 def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
@@ -124,7 +128,9 @@ def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
     at_once = max(1, max_bytes // max(1, torch.Size(rest).numel() * tensor.dtype.itemsize))
     for first in range(0, rows, at_once):
         shape = (min(at_once, rows - first), *rest) if tensor.shape else ()
-        yield Piece((first, *[0] * len(rest)) if tensor.shape else (), torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        yield Piece(
+            (first, *[0] * len(rest)) if tensor.shape else (), torch.empty(shape, dtype=tensor.dtype, device="meta")
+        )
 
 
 class _Contents:
@@ -147,7 +153,9 @@ class _Contents:
         wanted, tensor = self._tensors[name], self._tensors[name].read()
         if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:
             actual = f"{tensor.dtype} {list(tensor.shape)}"
-            raise CheckpointError(f"{name} was announced as {wanted.dtype} {list(wanted.shape)}, but is {actual}: nothing was written")
+            raise CheckpointError(
+                f"{name} was announced as {wanted.dtype} {list(wanted.shape)}, but is {actual}: nothing was written"
+            )
         return tensor
 
 

@@ -31,6 +31,8 @@ def load() -> None:
             " again"
         )
     if "chaos" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("chaos", PROGRAM / "__init__.py", submodule_search_locations=[str(PROGRAM)])
+        spec = importlib.util.spec_from_file_location(
+            "chaos", PROGRAM / "__init__.py", submodule_search_locations=[str(PROGRAM)]
+        )
         assert spec is not None
         sys.modules["chaos"] = importlib.util.module_from_spec(spec)

@@ -22,11 +22,17 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "preprocess": ("preprocess", "tokenize text into the .bin/.idx data sets that trainings read"),
     "tokenizer": ("tokenizer", "train a SentencePiece or WordPiece tokenizer on text"),
     "generate": ("generate", "continue text with a trained GPT"),
-    "evaluate": ("evaluate", "report perplexity and bits per byte; also scores last-word prediction and multiple-choice tasks"),
+    "evaluate": (
+        "evaluate",
+        "report perplexity and bits per byte; also scores last-word prediction and multiple-choice tasks",
+    ),
     "serve": ("serve", "serve a trained GPT over HTTP with OpenAI's completions API"),
     "finetune": ("finetune", "fine-tune a classifier on a pretrained BERT"),
     "fill-mask": ("fill_mask", "fill in masked words with a trained BERT"),
-    "report": ("report", "write one page of HTML about a run: curves, time, interruptions, memory, exchanges, configuration"),
+    "report": (
+        "report",
+        "write one page of HTML about a run: curves, time, interruptions, memory, exchanges, configuration",
+    ),
     "plot": ("plot", "draw the curves of one or several runs"),
     "summarize": ("summarize", "summarize a run in a few lines"),
     "chaos": (
@@ -65,7 +71,9 @@ def _find_program(words: list[str]) -> Callable[[], int | None] | None:
     name = words[depth - 1] if len(words) >= depth else ""
     if name not in table:
         return None
-    main: Callable[[list[str], str], int | None] = importlib.import_module(f"megatron_sp.commands.{table[name][0]}").main
+    main: Callable[[list[str], str], int | None] = importlib.import_module(
+        f"megatron_sp.commands.{table[name][0]}"
+    ).main
     return lambda: main(words[depth:], " ".join(["megatron-sp", *words[:depth]]))
 
 
@@ -94,14 +102,20 @@ def _parser() -> CommandParser:
     add("doctor", text, _doctor).add_argument("--json", action="store_true", help="print the rows as JSON")
     data_sets = commands.add_parser("data", help="make, inspect, join and split data sets")
     data.add_actions(data_sets, {name: text for name, (_, text) in DATA_PROGRAMS.items()})
-    presets = add("presets", "list the published models whose shape --preset NAME takes, with their parameters and sources", _presets)
+    presets = add(
+        "presets",
+        "list the published models whose shape --preset NAME takes, with their parameters and sources",
+        _presets,
+    )
     presets.add_argument("--json", action="store_true", help="print all flags of each as JSON")
     text = "choose a layout for given GPUs: predicted memory and speed of all layouts of a model, the fastest that fit first"
     planner = add("plan", text, _plan, usage=plan.USAGE, epilog=plan.EPILOG)
     plan.add_arguments(planner)
     planner.set_defaults(takes_words=True)
     text = "convert weights from and to Hugging Face, Megatron and Megatron-DeepSpeed; docs/how-to/convert.md has the formats"
-    convert.add_arguments(add("convert", text, _convert, epilog=convert.EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter))
+    convert.add_arguments(
+        add("convert", text, _convert, epilog=convert.EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    )
     ckpt.add_actions(add("ckpt", "list, show, verify, compare, thin out and merge checkpoints"))
     text = "check, show, explain, verify and train external models (transformers', yours) by schedules: docs/how-to/schedule.md"
     schedule.add_actions(add("schedule", text))

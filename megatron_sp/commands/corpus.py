@@ -12,7 +12,9 @@ from megatron_sp.utils.errors import EXIT_OK, ReportedError
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; return the exit code."""
-    parser = CommandParser(prog=prog, description="Gather Python's language reference and standard library as JSONL, one document each.")
+    parser = CommandParser(
+        prog=prog, description="Gather Python's language reference and standard library as JSONL, one document each."
+    )
     parser.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write; keys: text, source")
     parser.add_argument(
         "--max-bytes",

@@ -29,16 +29,26 @@ def add_actions(parser: argparse.ArgumentParser, programs: Mapping[str, str]) ->
         "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents, every token, and every byte by PREFIX.sha256",
     )
     verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")
-    verify.add_argument("--vocab-size", type=integer(2**31 - 1), help="token ids from here on are errors (default: only negative ids are)")
-    verify.add_argument("--write-digest", action="store_true", help="write PREFIX.sha256 of the files as they are, if there is none")
+    verify.add_argument(
+        "--vocab-size",
+        type=integer(2**31 - 1),
+        help="token ids from here on are errors (default: only negative ids are)",
+    )
+    verify.add_argument(
+        "--write-digest", action="store_true", help="write PREFIX.sha256 of the files as they are, if there is none"
+    )
     verify.set_defaults(run=_verify)
 
     inspect = action("inspect", "show a data set's sizes, and some documents as token ids or text")
     inspect.add_argument("prefix", metavar="PREFIX", help="path without .bin or .idx")
-    inspect.add_argument("--document", type=integer(), nargs="+", default=[], metavar="N", help="documents to show, from 0 on")
+    inspect.add_argument(
+        "--document", type=integer(), nargs="+", default=[], metavar="N", help="documents to show, from 0 on"
+    )
     inspect.add_argument("--tokens", type=integer(2**31 - 1), default=_SHOWN_TOKENS, metavar="N",
                          help=f"of each sequence, at most (default: {_SHOWN_TOKENS})")  # fmt: skip
-    inspect.add_argument("--tokenizer-type", metavar="TYPE", help="show documents as text; as for megatron-sp preprocess")
+    inspect.add_argument(
+        "--tokenizer-type", metavar="TYPE", help="show documents as text; as for megatron-sp preprocess"
+    )
     for flag, text in (("--tokenizer-model", "SentencePiece .model, or tokenizer.json"),
                        ("--vocab-file", "vocab.txt, or GPT-2's vocab.json"), ("--merge-file", "GPT-2's merges.txt")):  # fmt: skip
         inspect.add_argument(flag, metavar="FILE", help=text)
@@ -46,14 +56,18 @@ def add_actions(parser: argparse.ArgumentParser, programs: Mapping[str, str]) ->
     inspect.set_defaults(run=_inspect)
 
     merge = action("merge", "join data sets, one after another, such as the parts that array jobs have made")
-    merge.add_argument("prefix", nargs="+", metavar="PREFIX", help="in order; names of their files will do: x-*-of-00008.idx")
+    merge.add_argument(
+        "prefix", nargs="+", metavar="PREFIX", help="in order; names of their files will do: x-*-of-00008.idx"
+    )
     merge.add_argument("--output", required=True, metavar="PREFIX", help="the new data set")
     merge.set_defaults(run=_merge)
 
     split = action("split", "cut a data set into several of consecutive documents")
     split.add_argument("prefix", metavar="PREFIX", help="path without .bin or .idx")
     split.add_argument("--weights", required=True, metavar="A,B,...", help="of the numbers of documents, such as 97,3")
-    split.add_argument("--output", required=True, nargs="+", metavar="PREFIX", help="the new data sets, one for each weight")
+    split.add_argument(
+        "--output", required=True, nargs="+", metavar="PREFIX", help="the new data sets, one for each weight"
+    )
     split.set_defaults(run=_split)
     for name, text in programs.items():
         actions.add_parser(name, help=text, add_help=False)
@@ -81,13 +95,17 @@ def _verify(args: argparse.Namespace) -> int:
             code = error.exit_code
             continue
         ids = f", ids {report.smallest} to {report.largest}" if report.num_tokens else ""
-        counts = f"{report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens{ids}"
+        counts = (
+            f"{report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens{ids}"
+        )
         named = indexed.prefix + digest_file.SUFFIX
         print(f"{prefix}: sound: {counts}{f'; every byte is as {named} says' if has_digest else ''}")
         if not has_digest and args.write_digest:
             print(f"{prefix}: {named} is written: it describes the files as they are now")
         elif not has_digest:
-            print(f"{prefix}: there is no {named} to compare the bytes with: --write-digest writes one, of the files as they are")
+            print(
+                f"{prefix}: there is no {named} to compare the bytes with: --write-digest writes one, of the files as they are"
+            )
         sentences = sentence_summary(indexed.document_index, indexed.sequence_lengths)
         if sentences:
             print(f"{prefix}: {sentences}")
@@ -165,7 +183,9 @@ def _split(args: argparse.Namespace) -> int:
     try:
         weights = [float(word) for word in args.weights.split(",")]
     except ValueError:
-        raise ConfigError(f"--weights {args.weights[:60]}: expected numbers with commas between them, such as 97,3") from None
+        raise ConfigError(
+            f"--weights {args.weights[:60]}: expected numbers with commas between them, such as 97,3"
+        ) from None
     for made in split_dataset(args.prefix, weights, args.output):
         print(summary(made))
     return EXIT_OK

@@ -27,7 +27,12 @@ REQUIRED = {
     "rich": "13.7", "pyyaml": "6.0",
 }  # fmt: skip
 """Distributions that setup.py requires besides torch, with the oldest version."""
-EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers",), "serve": ("starlette", "uvicorn")}
+EXTRAS = {
+    "plot": ("matplotlib",),
+    "log": ("tensorboard", "wandb"),
+    "hf": ("transformers",),
+    "serve": ("starlette", "uvicorn"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,24 +73,36 @@ def examine() -> list[Finding]:
 def _python() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 10)
-    yield Finding("Python", "ok" if good else "lack", f"{version} at {sys.executable}", "" if good else "use Python 3.10 or later")
+    yield Finding(
+        "Python", "ok" if good else "lack", f"{version} at {sys.executable}", "" if good else "use Python 3.10 or later"
+    )
 
 
 def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding("torch", "lack", f"cannot be imported: {error}", "bash scripts/setup_env.sh, or pip install torch")
+        yield Finding(
+            "torch", "lack", f"cannot be imported: {error}", "bash scripts/setup_env.sh, or pip install torch"
+        )
         return
     except ConfigError as error:  # less address space than it needs, or too old
         remedy = "" if "too old" in str(error) else "ulimit -v unlimited"
         yield Finding("torch", "lack", f"was not imported: {error}", remedy)
         return
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
+    build = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "CPU only"
+    )
     version, oldest, newest = numbers(torch.__version__)[:2], OLDEST_TORCH, NEWEST_TESTED_TORCH
     found = f"{torch.__version__} ({build})"
     if version < oldest:
-        yield Finding("torch", "lack", found, f"{_dotted(oldest)} is the oldest that this package runs on: pip install -U torch")
+        yield Finding(
+            "torch", "lack", found, f"{_dotted(oldest)} is the oldest that this package runs on: pip install -U torch"
+        )
     elif version > newest:
         yield Finding("torch", "warn", found, f"tested with {_dotted(oldest)} to {_dotted(newest)}")
     else:
@@ -127,7 +144,9 @@ def _backends() -> Iterator[Finding]:
     for name, there in backends.items():
         needed = name == "gloo" or on_gpu
         if there or needed:
-            remedy = "" if there else "this build of torch lacks it; several processes need it: install torch's own wheel"
+            remedy = (
+                "" if there else "this build of torch lacks it; several processes need it: install torch's own wheel"
+            )
             yield Finding(f"backend {name}", "ok" if there else "warn", "available" if there else "absent", remedy)
 
 
@@ -137,12 +156,16 @@ def _allocator() -> Iterator[Finding]:
     if torch is None or not torch.cuda.is_available():
         return
     # the first is the name from torch 2.9 on; the second is still read
-    name, text = next(((n, os.environ[n]) for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if n in os.environ), ("", ""))
+    name, text = next(
+        ((n, os.environ[n]) for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if n in os.environ), ("", "")
+    )
     settings = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
     if settings.get("expandable_segments", "").lower() == "true":
         yield Finding("allocator", "ok", f"expandable segments ({name})")
         return
-    setting = ",".join([*(part for part in text.split(",") if part and "expandable_segments" not in part), "expandable_segments:True"])
+    setting = ",".join(
+        [*(part for part in text.split(",") if part and "expandable_segments" not in part), "expandable_segments:True"]
+    )
     yield Finding(
         "allocator", "warn", f"{name}={text}: segments of fixed size" if name else "segments of fixed size",
         "sequences of changing or great length lose less memory to holes with export"
@@ -173,12 +196,18 @@ def _kernels() -> Iterator[Finding]:
     on_gpu = torch is not None and torch.cuda.is_available()
     look = availability.find if on_gpu else availability.installed
     uses = {
-        "flash_attn": ("attention", "optional, for --attention-backend flash2: pip install --no-build-isolation flash-attn (needs nvcc)"),
+        "flash_attn": (
+            "attention",
+            "optional, for --attention-backend flash2: pip install --no-build-isolation flash-attn (needs nvcc)",
+        ),
         "flash_attn_interface": (
             "attention, Hopper",
             "optional, for --attention-backend flash3: built from hopper/ of Dao-AILab/flash-attention on GitHub",
         ),
-        "flash_attn.cute": ("attention, Hopper and Blackwell", "optional, for --attention-backend flash4: pip install --pre flash-attn-4"),
+        "flash_attn.cute": (
+            "attention, Hopper and Blackwell",
+            "optional, for --attention-backend flash4: pip install --pre flash-attn-4",
+        ),
         "apex": (
             "AdamW and norms, --fused-kernels",
             "optional; NVIDIA's is built from its repository, NVIDIA/apex on GitHub, with its C++ and CUDA extensions",
@@ -191,7 +220,9 @@ def _kernels() -> Iterator[Finding]:
         if kernel.available:
             yield Finding(label, "ok", f"{kernel.version or 'there'} ({use})")
         elif kernel.reason == availability.FOREIGN_APEX:
-            yield Finding(label, "warn", f"PyPI's apex {kernel.version}, not NVIDIA's; it is not used", "pip uninstall apex")
+            yield Finding(
+                label, "warn", f"PyPI's apex {kernel.version}, not NVIDIA's; it is not used", "pip uninstall apex"
+            )
         elif kernel.version:
             yield Finding(label, "warn", kernel.reason, remedy)
         else:
@@ -201,7 +232,11 @@ def _kernels() -> Iterator[Finding]:
 def _apex(look: Callable[[str], availability.Kernel]) -> availability.Kernel:
     # look for NVIDIA's apex with the extension modules that have its kernels; apex itself is not imported
     apex = availability.installed("apex")
-    lacking = [kernel.reason for name in availability.APEX_EXTENSIONS if not (kernel := look(name)).available] if apex.available else []
+    lacking = (
+        [kernel.reason for name in availability.APEX_EXTENSIONS if not (kernel := look(name)).available]
+        if apex.available
+        else []
+    )
     return availability.Kernel("apex", False, apex.version or "there", "; ".join(lacking)) if lacking else apex
 
 
@@ -223,7 +258,10 @@ def _disk() -> Iterator[Finding]:
             os.fsync(file.fileno())
     except OSError as error:
         yield Finding(
-            "disk", "warn", f"{place}: cannot be written: {error.strerror}", "start in a folder you may write to, or give --save DIR"
+            "disk",
+            "warn",
+            f"{place}: cannot be written: {error.strerror}",
+            "start in a folder you may write to, or give --save DIR",
         )
         return
     low = free < 5
@@ -243,7 +281,10 @@ def _shared_memory() -> Iterator[Finding]:
     low = usage.free < GIB // 2
     remedy = "NCCL needs it between GPUs: docker run --ipc=host, or --shm-size=8g" if low else ""
     yield Finding(
-        "shared memory", "warn" if low else "ok", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}", remedy
+        "shared memory",
+        "warn" if low else "ok",
+        f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}",
+        remedy,
     )
 
 
@@ -259,8 +300,17 @@ def _processors() -> Iterator[Finding]:
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < 1024
-    remedy = f"blends of many data sets keep many files open: ulimit -n {min(65536, hard) if hard > 0 else 65536}" if low else ""
-    yield Finding("open files", "warn" if low else "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} per process", remedy)
+    remedy = (
+        f"blends of many data sets keep many files open: ulimit -n {min(65536, hard) if hard > 0 else 65536}"
+        if low
+        else ""
+    )
+    yield Finding(
+        "open files",
+        "warn" if low else "ok",
+        "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} per process",
+        remedy,
+    )
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -284,4 +334,8 @@ def _print_table(rows: list[Finding]) -> None:
         table.add_row(Text(row.status, style=colors[row.status]), row.name, Text(row.found), Text(row.remedy))
     Console().print(table)
     lacking = sum(row.status == "lack" for row in rows)
-    print(f"{lacking} required thing(s) lack; see the remedies above." if lacking else "Everything that training needs is installed.")
+    print(
+        f"{lacking} required thing(s) lack; see the remedies above."
+        if lacking
+        else "Everything that training needs is installed."
+    )

@@ -40,18 +40,37 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     add_model_flags(parser)
     task = parser.add_argument_group("what is evaluated (one of these)").add_mutually_exclusive_group(required=True)
     task.add_argument(
-        "--data-path", metavar="PREFIX", help=".bin/.idx data: loss per token of the joined documents, or of BERT's masked tokens"
+        "--data-path",
+        metavar="PREFIX",
+        help=".bin/.idx data: loss per token of the joined documents, or of BERT's masked tokens",
     )
-    task.add_argument("--text", metavar="FILE", help="plain text, or .jsonl with a 'text' on each line: loss per token, bits per byte")
+    task.add_argument(
+        "--text", metavar="FILE", help="plain text, or .jsonl with a 'text' on each line: loss per token, bits per byte"
+    )
     task.add_argument("--last-word", metavar="FILE", help=".jsonl with a 'text' on each line: is its last word found?")
-    task.add_argument("--choices", metavar="FILE", help=".jsonl with 'context', 'choices' and 'answer' (a number) on each line")
+    task.add_argument(
+        "--choices", metavar="FILE", help=".jsonl with 'context', 'choices' and 'answer' (a number) on each line"
+    )
     how = parser.add_argument_group("how")
-    how.add_argument("--split", metavar="A,B,C", help="with --data-path: weights of training, validation and test (default: all is taken)")
-    how.add_argument("--part", choices=("train", "valid", "test"), default="valid", help="with --split: which of them (default: valid)")
-    how.add_argument("--seq-length", type=integer(), metavar="N", help="tokens that the model reads at once (default: the run's)")
+    how.add_argument(
+        "--split",
+        metavar="A,B,C",
+        help="with --data-path: weights of training, validation and test (default: all is taken)",
+    )
+    how.add_argument(
+        "--part",
+        choices=("train", "valid", "test"),
+        default="valid",
+        help="with --split: which of them (default: valid)",
+    )
+    how.add_argument(
+        "--seq-length", type=integer(), metavar="N", help="tokens that the model reads at once (default: the run's)"
+    )
     how.add_argument("--stride", type=integer(), metavar="N",
                      help="windows begin every N tokens and overlap; each scores what is new (default: no overlap)")  # fmt: skip
-    how.add_argument("--batch-size", type=integer(2**20), default=8, metavar="N", help="rows of a forward pass (default: 8)")
+    how.add_argument(
+        "--batch-size", type=integer(2**20), default=8, metavar="N", help="rows of a forward pass (default: 8)"
+    )
     how.add_argument("--limit", type=integer(), metavar="N", help="only the first N documents, lines, or rows of BERT")
     how.add_argument("--json", metavar="OUT", help="write the numbers, and where they come from, into this file too")
     return parser.parse_args(argv)
@@ -71,7 +90,9 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
     if not 2 <= length <= limit:
         raise ConfigError(f"--seq-length ({length}) must be 2 to {limit}: the model has that many positions")
     if not 1 <= stride <= length:
-        raise ConfigError(f"--stride ({stride}) must be 1 to --seq-length ({length}), or tokens between two windows would not be scored")
+        raise ConfigError(
+            f"--stride ({stride}) must be 1 to --seq-length ({length}), or tokens between two windows would not be scored"
+        )
     if options.batch_size < 1 or (options.limit is not None and options.limit < 1):
         raise ConfigError(f"--batch-size ({options.batch_size}) and --limit ({options.limit}) must be at least 1")
     if options.stride is not None and not (options.data_path or options.text):
@@ -106,7 +127,9 @@ def measure(options: argparse.Namespace, launch: Launch) -> None:
     evaluation: Any
     if config.model.is_bert:
         loaded = inference.load(options, team, BertModel, "BERT", INSTEAD)
-        evaluation = BertEvaluation(cast("BertModel", loaded.model), loaded.stored.tokenizer, loaded.stored.config, reading, team)
+        evaluation = BertEvaluation(
+            cast("BertModel", loaded.model), loaded.stored.tokenizer, loaded.stored.config, reading, team
+        )
     else:
         loaded = inference.load(options, team, GPTModel, "GPT", INSTEAD)
         evaluation = GPTEvaluation(cast("GPTModel", loaded.model), loaded.stored.tokenizer, reading, team)
@@ -131,7 +154,11 @@ def report(numbers: dict[str, float | int | None], about: dict[str, Any], output
     """Print the results, one on each line, and write the file. Raises DiskError: the file cannot be written."""
     known = {name: value for name, value in numbers.items() if value is not None}
     for name, value in known.items():
-        print(f"{name.replace('_', ' '):18} {value:,}" if isinstance(value, int) else f"{name.replace('_', ' '):18} {value:.6g}")
+        print(
+            f"{name.replace('_', ' '):18} {value:,}"
+            if isinstance(value, int)
+            else f"{name.replace('_', ' '):18} {value:.6g}"
+        )
     if output is None:
         return
     finite = {name: value if value is None or abs(value) < float("inf") else None for name, value in numbers.items()}

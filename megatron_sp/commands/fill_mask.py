@@ -90,7 +90,9 @@ def baseline(stored: Stored) -> str:
     config = stored.config
     model, batch = config.model, config.batch
     passes = (batch.train_iters or 0) // (batch.eval_interval or sys.maxsize) + 1
-    wanted = passes * batch.eval_iters * (batch.eval_global_batch_size or batch.global_batch_size or batch.micro_batch_size)
+    wanted = (
+        passes * batch.eval_iters * (batch.eval_global_batch_size or batch.global_batch_size or batch.micro_batch_size)
+    )
     assert model.seq_length
     valid = build_bert_datasets(
         config.data, seq_length=model.seq_length, seed=batch.seed, tokenizer=stored.tokenizer, vocab_size=model.vocab_size,
@@ -107,7 +109,9 @@ def read_texts(options: argparse.Namespace) -> list[str]:
     """Texts of the command line, or of the lines of standard input. Raises DataError if there is none."""
     texts: list[str] = options.text or [line for line in sys.stdin.read().splitlines() if line.strip()]
     if not texts:
-        raise DataError(f"there is no text: use --text TEXT, or write one on each line of stdin, with {MASK} in place of a word")
+        raise DataError(
+            f"there is no text: use --text TEXT, or write one on each line of stdin, with {MASK} in place of a word"
+        )
     return texts
 
 
@@ -122,10 +126,17 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     from megatron_sp.models.bert import BertModel
 
     if launch.world_size > 1:
-        raise ConfigError(f"megatron-sp fill-mask is one process, and {launch.world_size} were started: start it with python")
+        raise ConfigError(
+            f"megatron-sp fill-mask is one process, and {launch.world_size} were started: start it with python"
+        )
     device = choose_device(options.device, launch)
     stored = find_stored(
-        options.load, options.ckpt_step, "BERT", INSTEAD, lambda line: print(f"warning: {line}", file=sys.stderr), options.tokenizer_model
+        options.load,
+        options.ckpt_step,
+        "BERT",
+        INSTEAD,
+        lambda line: print(f"warning: {line}", file=sys.stderr),
+        options.tokenizer_model,
     )
     if options.baseline:
         print(baseline(stored))

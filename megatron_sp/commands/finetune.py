@@ -32,18 +32,32 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> tuple[argpa
     """Parse this tool's own flags; also return the rest, which are flags of pretraining."""
     from megatron_sp.data.classification import GLUE
 
-    parser = documented_parser(prog, __doc__, epilog="every flag of pretrain_bert.py can follow: see pretrain_bert.py --help")
+    parser = documented_parser(
+        prog, __doc__, epilog="every flag of pretrain_bert.py can follow: see pretrain_bert.py --help"
+    )
     parser.add_argument("--task", required=True, choices=[*GLUE, "tsv", "jsonl"],
                         help="one of GLUE's, as its files are; or any .tsv with a header, or .jsonl")  # fmt: skip
     parser.add_argument("--train-data", required=True, metavar="FILE")
     parser.add_argument("--valid-data", required=True, metavar="FILE")
     parser.add_argument("--text", metavar="NAME", help="tsv, jsonl: column of the text (default: text)")
-    parser.add_argument("--second-text", metavar="NAME", help="tsv, jsonl: column of the second text (default: there is none)")
+    parser.add_argument(
+        "--second-text", metavar="NAME", help="tsv, jsonl: column of the second text (default: there is none)"
+    )
     parser.add_argument("--label", metavar="NAME", help="tsv, jsonl: column of the label (default: label)")
-    parser.add_argument("--group", metavar="NAME", help="column that groups examples which count as right only all together (exact match)")
-    parser.add_argument("--pretrained-checkpoint", metavar="RUN", help="run, or step folder, to start from (default: random weights)")
-    parser.add_argument("--epochs", type=float, default=3.0, metavar="N", help="passes over the training examples (default: 3)")
-    parser.add_argument("--skip-bad-lines", action="store_true", help="skip and count lines that are not examples, instead of stopping")
+    parser.add_argument(
+        "--group",
+        metavar="NAME",
+        help="column that groups examples which count as right only all together (exact match)",
+    )
+    parser.add_argument(
+        "--pretrained-checkpoint", metavar="RUN", help="run, or step folder, to start from (default: random weights)"
+    )
+    parser.add_argument(
+        "--epochs", type=float, default=3.0, metavar="N", help="passes over the training examples (default: 3)"
+    )
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="skip and count lines that are not examples, instead of stopping"
+    )
     return parser.parse_known_args(argv)
 
 
@@ -64,11 +78,24 @@ def table_of(options: argparse.Namespace) -> TextTable:
 
 def pretraining_flags(options: argparse.Namespace, rest: list[str], num_examples: int) -> list[str]:
     # the command line of the run; flags that the user has not given follow from the checkpoint or the data
-    flags = ["--train-data-path", options.train_data, "--valid-data-path", options.valid_data, "--dataloader-type", "cyclic"]
+    flags = [
+        "--train-data-path",
+        options.train_data,
+        "--valid-data-path",
+        options.valid_data,
+        "--dataloader-type",
+        "cyclic",
+    ]
     if not _names(rest, "--train-iters", "--train-samples"):
         flags += ["--train-samples", str(max(1, round(options.epochs * num_examples)))]
     if options.pretrained_checkpoint is not None:
-        flags += ["--load", options.pretrained_checkpoint, "--finetune", "--use-checkpoint-args", *stored_tokenizer(options, rest)]
+        flags += [
+            "--load",
+            options.pretrained_checkpoint,
+            "--finetune",
+            "--use-checkpoint-args",
+            *stored_tokenizer(options, rest),
+        ]
     return [*flags, *rest]
 
 
@@ -95,7 +122,9 @@ def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
     return [word for flag, value in found if value is not None for word in (flag, str(value))]
 
 
-def read(options: argparse.Namespace, table: TextTable, say: Callable[[str], None]) -> tuple[list[Example], list[Example]]:
+def read(
+    options: argparse.Namespace, table: TextTable, say: Callable[[str], None]
+) -> tuple[list[Example], list[Example]]:
     """Read the training and the validation examples."""
     from megatron_sp.data.classification import read_examples
 

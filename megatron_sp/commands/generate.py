@@ -41,20 +41,32 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     """Parse the command line."""
     parser = documented_parser(prog, __doc__)
     add_graph_flag(add_model_flags(parser))
-    prompts = parser.add_argument_group("prompts (one of these; default: one prompt a line from stdin)").add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times; empty: start a document")
+    prompts = parser.add_argument_group(
+        "prompts (one of these; default: one prompt a line from stdin)"
+    ).add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="may be given several times; empty: start a document"
+    )
     prompts.add_argument("--prompt-file", metavar="FILE", help="one prompt a line")
     prompts.add_argument("--interactive", action="store_true", help="ask for prompts until the end of input")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", type=integer(10**9), default=100, metavar="N", help="for each continuation (default: 100)")
+    sampling.add_argument(
+        "--max-new-tokens", type=integer(10**9), default=100, metavar="N", help="for each continuation (default: 100)"
+    )
     sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy (default: 1)")
-    sampling.add_argument("--top-k", type=integer(), default=0, metavar="K", help="only the K most probable tokens; 0: all (default)")
+    sampling.add_argument(
+        "--top-k", type=integer(), default=0, metavar="K", help="only the K most probable tokens; 0: all (default)"
+    )
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P",
                           help="only the smallest set of tokens that reaches probability P; 1: all (default)")  # fmt: skip
     sampling.add_argument("--greedy", action="store_true", help="same as --temperature 0")
     sampling.add_argument("--seed", type=integer(2**63 - 1), default=1234, help="of the draws (default: 1234)")
-    sampling.add_argument("--num-samples", type=integer(10_000), default=1, metavar="N", help="continuations of each prompt (default: 1)")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a continuation after this; may be repeated")
+    sampling.add_argument(
+        "--num-samples", type=integer(10_000), default=1, metavar="N", help="continuations of each prompt (default: 1)"
+    )
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end a continuation after this; may be repeated"
+    )
     sampling.add_argument(
         "--batch-generation", type=integer(2**16), nargs="?", const=8, default=1, metavar="N",
         help="generate up to N continuations at once (without N: 8); products of a batch round differently, so that a token may differ from"
@@ -75,7 +87,9 @@ def read_lines(path: str | None) -> list[str]:
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{name} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}") from None
+        raise DataError(
+            f"{name} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}"
+        ) from None
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise DataError(f"{name} holds no prompt: write one on each line, or use --prompt TEXT")
@@ -153,7 +167,9 @@ def continue_prompts(
             printer.add(new)
         count, at_begin = count + 1, bool(new.finish)
         if new.finish == "context":
-            team.say(f"stopped at the end of the model's context ({decoder.model.config.max_positions} positions, max_position_embeddings)")
+            team.say(
+                f"stopped at the end of the model's context ({decoder.model.config.max_positions} positions, max_position_embeddings)"
+            )
     seconds = time.perf_counter() - began
     team.say(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s")
 
@@ -166,9 +182,13 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
     sampling = Sampling(0.0 if options.greedy else options.temperature, options.top_k, options.top_p, options.seed)
     if options.max_new_tokens < 1 or options.num_samples < 1:
-        raise ConfigError(f"--max-new-tokens ({options.max_new_tokens}) and --num-samples ({options.num_samples}) must be at least 1")
+        raise ConfigError(
+            f"--max-new-tokens ({options.max_new_tokens}) and --num-samples ({options.num_samples}) must be at least 1"
+        )
     if options.batch_generation < 1:
-        raise ConfigError(f"--batch-generation ({options.batch_generation}) must be at least 1, which generates one after another")
+        raise ConfigError(
+            f"--batch-generation ({options.batch_generation}) must be at least 1, which generates one after another"
+        )
     inference.check_layout(options, launch.world_size, copies=False)
     inference.check_graphs(options)
     team = inference.join(options, launch)
@@ -179,7 +199,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     team.say(description)
     rows = min(options.batch_generation, options.num_samples * (1 if texts is None else len(texts)))
     if rows > 1:
-        team.say(f"up to {rows} at once: products of a batch round differently, so a token may differ from the one generated alone")
+        team.say(
+            f"up to {rows} at once: products of a batch round differently, so a token may differ from the one generated alone"
+        )
     decoder = Decoder(model, rows, tokenizer.vocab_size, capture=inference.capture(options, team, model.config))
     if texts is not None:
         continue_prompts(decoder, tokenizer, texts, options, sampling, team)

@@ -39,7 +39,9 @@ def summary(run: History) -> str:
     if run.valid:
         last = list(run.valid.values())[-1]
         parts.append(f"validation loss {number(last.get('loss')):.4f}")
-        parts += [f"perplexity {number(last['perplexity']):.2f}"] if "perplexity" in last else []  # a classifier has none
+        parts += (
+            [f"perplexity {number(last['perplexity']):.2f}"] if "perplexity" in last else []
+        )  # a classifier has none
     if run.resumed:
         parts.append(f"resumed at step {', '.join(map(str, run.resumed))}")
     return ", ".join(parts)
@@ -47,7 +49,11 @@ def summary(run: History) -> str:
 
 def draw_text(runs: list[History]) -> None:
     for run in runs:
-        for kind, key, label in (("train", "loss", "train loss"), ("valid", "loss", "valid loss"), *(("train", k, t) for k, t in PANELS)):
+        for kind, key, label in (
+            ("train", "loss", "train loss"),
+            ("valid", "loss", "valid loss"),
+            *(("train", k, t) for k, t in PANELS),
+        ):
             values = [v for v in run.series(kind, key, "step")[1] if math.isfinite(v)]
             if values:
                 print(f"  {label:14s} {sparkline(values)}  {values[0]:.4g} to {values[-1]:.4g}")
@@ -66,7 +72,13 @@ def draw(runs: list[History], axis: str, output: Path, title: str | None) -> Non
     from matplotlib import pyplot
 
     with pyplot.rc_context(
-        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY, "svg.fonttype": "none"}
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": GREY,
+            "svg.fonttype": "none",
+        }
     ):
         figure = pyplot.figure(figsize=(9, 6.4), layout="constrained")
         grid = figure.add_gridspec(2, len(PANELS), height_ratios=(3, 1))
@@ -93,7 +105,9 @@ def _draw_loss(axes: Any, run: History, axis: str, colour: str, valid_colour: st
     x, y = run.series("train", "loss", axis)
     many = len(y) >= SMOOTHED_FROM
     if x:
-        axes.plot(x, y, color=colour, linewidth=0.7, alpha=0.3 if many else 1.0, label=None if many else f"{run.name}: train")
+        axes.plot(
+            x, y, color=colour, linewidth=0.7, alpha=0.3 if many else 1.0, label=None if many else f"{run.name}: train"
+        )
     if many:
         axes.plot(x, smoothed(y), color=colour, linewidth=1.3, label=f"{run.name}: train (running mean)")
     if run.valid:
@@ -150,7 +164,11 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     parser = documented_parser(prog, __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)",
     )
     parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: step)")
     parser.add_argument("--title", help="default: the run's name")

@@ -51,7 +51,12 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--tokenizer-type", choices=_TOKENIZERS, default=None,
         help="default: with --tokenizer-model HuggingFaceTokenizer if that ends in .json, else SentencePieceTokenizer; with --merge-file"
         " GPT2BPETokenizer; with --vocab-file alone BertWordPieceLowerCase")  # fmt: skip
-    add("--tokenizer-model", metavar="FILE", default=None, help="SentencePiece .model file, or tokenizer.json (or its folder)")
+    add(
+        "--tokenizer-model",
+        metavar="FILE",
+        default=None,
+        help="SentencePiece .model file, or tokenizer.json (or its folder)",
+    )
     add(
         "--vocab-file",
         metavar="FILE",
@@ -61,12 +66,22 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--merge-file", metavar="FILE", default=None, help="GPT-2's merges.txt")
     add("--vocab-size", type=integer(2**31 - 1), default=None, metavar="N",
         help="integers of --tokenizer-type NullTokenizer, and one more id ends documents; otherwise all ids")  # fmt: skip
-    add("--eod-id", type=integer(2**31 - 1), default=None, metavar="N", help="the id that ends documents (default: the tokenizer's own)")
+    add(
+        "--eod-id",
+        type=integer(2**31 - 1),
+        default=None,
+        metavar="N",
+        help="the id that ends documents (default: the tokenizer's own)",
+    )
     add("--append-eod", action="store_true", help="end every document with the end-of-document id (do this for GPT)")
     add("--bos", action=argparse.BooleanOptionalAction, default=None,
         help="begin every document with the tokenizer's BOS token, or not (default: as the tokenizer's own texts do: the template of a"
         " tokenizer.json, and Llama2Tokenizer always)")  # fmt: skip
-    add("--split-sentences", action="store_true", help="one sequence for each sentence (do this for BERT), not one for each document")
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="one sequence for each sentence (do this for BERT), not one for each document",
+    )
     add(
         "--workers",
         type=integer(1024),
@@ -152,13 +167,23 @@ def _shown() -> Iterator[Progress]:
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("starting", total=None)
 
         class _Bar:
             def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
-                bars.update(task, completed=bytes_read, total=bytes_total or None, description=_status(report, bytes_read, bytes_total))
+                bars.update(
+                    task,
+                    completed=bytes_read,
+                    total=bytes_total or None,
+                    description=_status(report, bytes_read, bytes_total),
+                )
 
         yield _Bar()
 

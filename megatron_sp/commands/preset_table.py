@@ -9,7 +9,18 @@ from megatron_sp.config.presets import PRESETS, Preset
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.utils.format import aligned
 
-_HEADINGS = ("name", "parameters", "layers", "hidden", "heads", "ffn", "sequence", "vocabulary", "positions, norm, MLP", "source")
+_HEADINGS = (
+    "name",
+    "parameters",
+    "layers",
+    "hidden",
+    "heads",
+    "ffn",
+    "sequence",
+    "vocabulary",
+    "positions, norm, MLP",
+    "source",
+)
 _RIGHT = range(1, 8)  # columns of numbers
 
 
@@ -41,8 +52,14 @@ def _row(name: str, preset: Preset) -> tuple[str, ...]:
     positions += "" if model.window_size is None else f" in a window of {model.window_size:,}"
     mlp = ("SwiGLU" if model.swiglu else "GELU") + (" beside attention" if model.use_parallel_residual else "")
     norm = ("post-" if model.norm_placement == "post" else "") + model.normalization
-    head = "" if preset.family == "bert" else ", own head" if model.untie_embeddings_and_output_weights else ", tied head"
-    ffn = f"{model.expert_ffn_size} ({model.moe_router_topk} of {model.num_experts})" if model.has_experts else f"{model.ffn_size}"
+    head = (
+        "" if preset.family == "bert" else ", own head" if model.untie_embeddings_and_output_weights else ", tied head"
+    )
+    ffn = (
+        f"{model.expert_ffn_size} ({model.moe_router_topk} of {model.num_experts})"
+        if model.has_experts
+        else f"{model.ffn_size}"
+    )
     return (
         name, f"{preset.num_params:,}", f"{model.num_layers}", f"{model.hidden_size}", heads, ffn, f"{model.seq_length:,}",
         f"{model.vocab_size:,}", f"{positions}, {norm}, {mlp}{head}", preset.source,

@@ -77,7 +77,9 @@ class Recipe:
     def batches(self) -> BatchPlan:
         """Return the sizes of the batches of all steps."""
         config = self.config
-        return BatchPlan.from_config(config.batch, config.parallel.dp_size(self.world_size), config.model.seq_length or 0)
+        return BatchPlan.from_config(
+            config.batch, config.parallel.dp_size(self.world_size), config.model.seq_length or 0
+        )
 
     def tokens_after(self, steps: int) -> int:
         # the number of tokens of the first ``steps`` steps
@@ -87,7 +89,9 @@ class Recipe:
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
-def build(script: str, program: str, own: Sequence[str], users: Sequence[str], environ: Mapping[str, str], scratch: str = "") -> Recipe:
+def build(
+    script: str, program: str, own: Sequence[str], users: Sequence[str], environ: Mapping[str, str], scratch: str = ""
+) -> Recipe:
     """Build the command of a script.
 
     Args:
@@ -111,7 +115,9 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
         return flags, config_from_args(flags, world_size=layout.processes, family=family)
 
     try:
-        flags, config = parsed(variables.full_layout, *length)  # in a smoke test too: an impossible layout cannot be tried
+        flags, config = parsed(
+            variables.full_layout, *length
+        )  # in a smoke test too: an impossible layout cannot be tried
         if variables.smoke:
             own = [*own, "--config", str(ROOT / "scripts/recipes/smoke.yaml")]
             flags, config = parsed(variables.smoke_layout, *_tiny(config, variables))
@@ -122,7 +128,11 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
 
 def _layout_flags(variables: Variables, layout: RankCounts) -> list[str]:
     flags = ["--tensor-model-parallel-size", str(layout.tp), *(["--sequence-parallel"] if layout.tp > 1 else [])]
-    flags += ["--sequence-parallel-size", str(layout.sp), *(["--sp-overlap-mode", variables.overlap] if layout.sp > 1 else [])]
+    flags += [
+        "--sequence-parallel-size",
+        str(layout.sp),
+        *(["--sp-overlap-mode", variables.overlap] if layout.sp > 1 else []),
+    ]
     flags += ["--context-parallel-size", str(layout.cp)] if layout.cp > 1 else []
     if layout.pp > 1:
         flags += ["--pipeline-model-parallel-size", str(layout.pp)]
@@ -162,7 +172,11 @@ def _tiny(full: Config, variables: Variables) -> list[str]:
     full pipeline) and ramp-up.
     """
     tp, sp, cp, pp, world_size, _ = variables.smoke_layout
-    batch, dp, tiny_dp = full.batch, full.parallel.dp_size(variables.full_layout.processes), world_size // (tp * sp * cp * pp)
+    batch, dp, tiny_dp = (
+        full.batch,
+        full.parallel.dp_size(variables.full_layout.processes),
+        world_size // (tp * sp * cp * pp),
+    )
     accumulates = (batch.global_batch_size or 0) > batch.micro_batch_size * dp
     size = str(tiny_dp * (2 * pp if accumulates else 1))
     flags = ["--num-query-groups", "4"] if full.model.num_query_groups else []
@@ -183,9 +197,13 @@ def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
         memory: bytes of the smallest GPU of this host; None if unknown.
     """
     variables, data = recipe.variables, recipe.config.data
-    title = ", smoke test: the same layout with tiny sizes" if variables.smoke else ", dry run" if variables.dry_run else ""
+    title = (
+        ", smoke test: the same layout with tiny sizes" if variables.smoke else ", dry run" if variables.dry_run else ""
+    )
     stays = bool(variables.save) or not variables.smoke
-    peak = f"{format_bytes(plan.memory.peak)} predicted for a process" + (f", of {format_bytes(memory)}" if memory else "")
+    peak = f"{format_bytes(plan.memory.peak)} predicted for a process" + (
+        f", of {format_bytes(memory)}" if memory else ""
+    )
     rows = {
         "model": _model(recipe, plan),
         "layout": _layout(recipe, plan),
@@ -202,7 +220,9 @@ def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
 
 def _model(recipe: Recipe, plan: RunPlan) -> str:
     model, name = recipe.config.model, recipe.config.preset or recipe.program
-    heads = f"{model.num_attention_heads} heads" + (f" with {model.num_groups} groups" if model.num_query_groups else "")
+    heads = f"{model.num_attention_heads} heads" + (
+        f" with {model.num_groups} groups" if model.num_query_groups else ""
+    )
     return (
         f"{'as of ' if recipe.variables.smoke else ''}{name}: {format_parameters(plan.num_params)} parameters,"
         f" {model.num_layers} layers, hidden {model.hidden_size}, {heads}, sequences of {model.seq_length:,} tokens,"
@@ -212,7 +232,11 @@ def _model(recipe: Recipe, plan: RunPlan) -> str:
 
 def _layout(recipe: Recipe, plan: RunPlan) -> str:
     parallel, hosts = recipe.config.parallel, 1 if recipe.variables.smoke else recipe.variables.nnodes
-    where = _many(recipe.world_size, "CPU process", "CPU processes") if plan.device == "cpu" else _many(recipe.world_size, "GPU", "GPUs")
+    where = (
+        _many(recipe.world_size, "CPU process", "CPU processes")
+        if plan.device == "cpu"
+        else _many(recipe.world_size, "GPU", "GPUs")
+    )
     exchanges = f" (exchanges: {parallel.overlap_mode})" if parallel.sequence_parallel_size > 1 else ""
     context = f", cp {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
     experts = f", ep {parallel.expert_model_parallel_size}" if parallel.expert_model_parallel_size > 1 else ""
@@ -238,14 +262,18 @@ def _speed(recipe: Recipe, plan: RunPlan) -> dict[str, str]:
     variables, steps = recipe.variables, recipe.config.batch.train_iters
     if not variables.dry_run or plan.device == "cpu":
         return {}
-    machine = machine_for(recipe.world_size, variables.nnodes, variables.gpu_type, variables.link_type, ("GPU_TYPE", "LINK_TYPE"))
+    machine = machine_for(
+        recipe.world_size, variables.nnodes, variables.gpu_type, variables.link_type, ("GPU_TYPE", "LINK_TYPE")
+    )
     speed = Forecast.of(recipe.config, machine)
     assumed = [] if variables.gpu_type else [f"GPU_TYPE={ASSUMED_GPU}"]
     assumed += [f"LINK_TYPE={ASSUMED_LINK}"] if machine.between and not variables.link_type else []
     rows = {"speed": speed.words() + (f"; assumed: {' '.join(assumed)}" if assumed else "")}
     if steps:
         tokens, count = recipe.tokens_after(steps), _many(steps, "step", "steps")
-        rows["time"] = f"{speed.length(tokens)} for {count}, without validation and saves; predicted as by `megatron-sp plan`"
+        rows["time"] = (
+            f"{speed.length(tokens)} for {count}, without validation and saves; predicted as by `megatron-sp plan`"
+        )
         if variables.price_per_gpu_hour is None:
             rows["cost"] = "PRICE_PER_GPU_HOUR=2.5, or what an hour of a GPU costs you, says it"
         else:
@@ -283,7 +311,9 @@ def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
         )
     lines = shortage(recipe.config, recipe.world_size, "cuda", min(gpus[: recipe.nproc]), "on a GPU of this host")
     if lines:
-        raise ConfigError("\n".join(lines).removeprefix("warning: ") + f"\n  the variables are {recipe.variables.text()}")
+        raise ConfigError(
+            "\n".join(lines).removeprefix("warning: ") + f"\n  the variables are {recipe.variables.text()}"
+        )
 
 
 def _run(command: list[str], environ: dict[str, str]) -> int:
@@ -317,7 +347,13 @@ def _become(command: list[str], environ: dict[str, str]) -> int:
     os.execvpe(command[0], command, environ)
 
 
-def run(argv: Sequence[str], environ: Mapping[str, str], *, start: Start = _become, gpus: Callable[[], list[int]] = gpu_memory) -> int:
+def run(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    start: Start = _become,
+    gpus: Callable[[], list[int]] = gpu_memory,
+) -> int:
     """Describe and run the command of a script, given as ``SCRIPT PROGRAM FLAGS... -- FLAGS OF THE USER``.
 
     Args:

@@ -108,7 +108,10 @@ class Variables:
         names |= ({"CP": self.cp} if self.cp > 1 else {}) | ({"PP": self.pp} if self.pp > 1 else {})
         names |= {"PP_SCHEDULE": self.pp_schedule} if self.pp > 1 and self.pp_schedule else {}
         names |= ({"EP": self.ep} if self.ep > 1 else {}) | {"ZERO": self.zero}
-        return " ".join(f"{name}={value}" for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items())
+        return " ".join(
+            f"{name}={value}"
+            for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items()
+        )
 
 
 def _whole(environ: Mapping[str, str], name: str, default: str, more: str = "", low: int = 1) -> int:
@@ -140,7 +143,9 @@ def misspelled(environ: Mapping[str, str], names: tuple[str, ...] = (*NAMES, *LA
     meant_by_name: dict[str, str] = {}
     for name, value in environ.items():
         if value and name not in names:
-            meant = plain.get(_plain(name)) or next((ours for key, ours in plain.items() if _is_slip(_plain(name), key)), None)
+            meant = plain.get(_plain(name)) or next(
+                (ours for key, ours in plain.items() if _is_slip(_plain(name), key)), None
+            )
             meant_by_name |= {name: meant} if meant and environ.get(meant) != value else {}
     return meant_by_name
 
@@ -152,7 +157,9 @@ def _plain(name: str) -> str:
 def _is_slip(typed: str, meant: str) -> bool:
     if len(meant) < 5 or abs(len(typed) - len(meant)) > 1:
         return False
-    start = next((i for i, pair in enumerate(zip(typed, meant, strict=False)) if pair[0] != pair[1]), min(len(typed), len(meant)))
+    start = next(
+        (i for i, pair in enumerate(zip(typed, meant, strict=False)) if pair[0] != pair[1]), min(len(typed), len(meant))
+    )
     a, b = typed[start:], meant[start:]
     return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
 

@@ -23,7 +23,15 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     """Parse the command line."""
     parser = documented_parser(prog, __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (what --save named)")
-    parser.add_argument("--compare", type=Path, nargs="+", action="extend", default=[], metavar="RUN", help="other runs to compare it with")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="RUN",
+        help="other runs to compare it with",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html")
     return parser.parse_args(argv)
 

@@ -40,5 +40,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     classes = sorted({section for section, _ in task.train})
-    print(f"{args.output}: {len(task.train)} passages to train on, {len(task.valid)} to validate on, from {', '.join(classes)}")
+    print(
+        f"{args.output}: {len(task.train)} passages to train on, {len(task.valid)} to validate on, from {', '.join(classes)}"
+    )
     return EXIT_OK

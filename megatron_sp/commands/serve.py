@@ -37,20 +37,39 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     parser = documented_parser(prog, __doc__)
     add_graph_flag(add_model_flags(parser))
     door = parser.add_argument_group("door")
-    door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, programs on this machine only)")
-    door.add_argument("--port", type=integer(), default=8000, help="0: any that is free; the log says which (default: 8000)")
+    door.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, programs on this machine only)"
+    )
+    door.add_argument(
+        "--port", type=integer(), default=8000, help="0: any that is free; the log says which (default: 8000)"
+    )
     door.add_argument("--api-key", metavar="KEY",
                       help=f"clients must send it as a bearer token; better in the environment, as {KEY_VARIABLE}")  # fmt: skip
-    door.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: the name of the run's folder)")
+    door.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: the name of the run's folder)",
+    )
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-batch-size", type=integer(2**16), default=8, metavar="N", help="choices generated at once (default: 8)")
     limits.add_argument(
-        "--max-queue", type=integer(10**6), default=64, metavar="N", help="choices that may wait; beyond them: 429 (default: 64)"
+        "--max-batch-size", type=integer(2**16), default=8, metavar="N", help="choices generated at once (default: 8)"
     )
     limits.add_argument(
-        "--max-tokens", type=integer(), metavar="N", help="generated for one choice, at most (default: the model's context)"
+        "--max-queue",
+        type=integer(10**6),
+        default=64,
+        metavar="N",
+        help="choices that may wait; beyond them: 429 (default: 64)",
     )
-    limits.add_argument("--max-body-bytes", type=integer(), default=1 << 20, metavar="N", help="of a request (default: 1 MiB)")
+    limits.add_argument(
+        "--max-tokens",
+        type=integer(),
+        metavar="N",
+        help="generated for one choice, at most (default: the model's context)",
+    )
+    limits.add_argument(
+        "--max-body-bytes", type=integer(), default=1 << 20, metavar="N", help="of a request (default: 1 MiB)"
+    )
     limits.add_argument("--request-timeout", type=float, default=300.0, metavar="S",
                         help="seconds from a request's arrival to its last token; then 504 (default: 300)")  # fmt: skip
     limits.add_argument("--shutdown-timeout", type=float, default=20.0, metavar="S",
@@ -69,7 +88,9 @@ def check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} ({value}) must be at least {low}")
     for name in ("request_timeout", "shutdown_timeout"):
         if not 0 < getattr(options, name) < 1e6:
-            raise ConfigError(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be a number of seconds above 0")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} ({getattr(options, name)}) must be a number of seconds above 0"
+            )
     if options.port > 65535:
         raise ConfigError(f"--port ({options.port}) must be at most 65535")
     require_packages()
@@ -96,7 +117,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     team.say(loaded.description)
     model, tokenizer = cast("GPTModel", loaded.model), loaded.stored.tokenizer
     positions = model.config.max_positions
-    decoder = Decoder(model, options.max_batch_size, tokenizer.vocab_size, capture=inference.capture(options, team, model.config))
+    decoder = Decoder(
+        model, options.max_batch_size, tokenizer.vocab_size, capture=inference.capture(options, team, model.config)
+    )
     decoder.reserve(positions)
     if door is None:
         for number in (
@@ -106,7 +129,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
             signal.signal(number, signal.SIG_IGN)
         Slots(decoder).follow(lambda: cast("list[object]", team.broadcast(None)))
         return
-    engine = Engine(Slots(decoder, team.broadcast if team.size > 1 else None), tokenizer, options.max_queue, options.request_timeout)
+    engine = Engine(
+        Slots(decoder, team.broadcast if team.size > 1 else None), tokenizer, options.max_queue, options.request_timeout
+    )
     key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     limits = Limits(positions, min(options.max_tokens or positions, positions), engine.capacity)
     name = options.served_model_name or name_of(options.load)
@@ -116,7 +141,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     host, port = door.getsockname()[:2]
     engine.start()
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    serve(front, door, options.shutdown_timeout, lambda: team.say(f"serving '{front.model_name}' at {url}/v1/completions"))
+    serve(
+        front, door, options.shutdown_timeout, lambda: team.say(f"serving '{front.model_name}' at {url}/v1/completions")
+    )
     if engine.broken:
         raise PeerError(engine.broken)
     team.say("stopped")
@@ -124,7 +151,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
 def name_of(run: str) -> str:
     path = Path(run).resolve()
-    return next((p.name for p in (path, *path.parents) if p.name != "checkpoints" and not p.name.startswith("step-")), "model")
+    return next(
+        (p.name for p in (path, *path.parents) if p.name != "checkpoints" and not p.name.startswith("step-")), "model"
+    )
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

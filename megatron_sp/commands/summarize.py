@@ -46,7 +46,9 @@ def summary(run: Path, records: list[dict[str, Any]], bytes_per_token: float | N
                 rows.append((f"{kind} loss", "none: no token has a loss"))
                 continue
             loss = float(last[-1]["loss"])
-            perplexity = f" (perplexity {math.exp(min(loss, 700)):.1f})" if "perplexity" in last[-1] else ""  # a classifier has none
+            perplexity = (
+                f" (perplexity {math.exp(min(loss, 700)):.1f})" if "perplexity" in last[-1] else ""
+            )  # a classifier has none
             rows.append((f"{kind} loss", f"{loss:.4f}{perplexity}"))
             if "perplexity" in last[-1] and bytes_per_token:
                 bits = loss / math.log(2) / bytes_per_token
@@ -56,9 +58,19 @@ def summary(run: Path, records: list[dict[str, Any]], bytes_per_token: float | N
                 rows.append((f"{kind} {name.replace('_', ' ')}", f"{100 * float(last[-1][name]):.1f} %{chance}"))
     vocab_size = starts[-1].get("config", {}).get("model", {}).get("vocab_size") if starts else None
     if vocab_size and any("perplexity" in r for r in records if r.get("kind") == "valid"):
-        rows.append(("loss of a model that knows nothing", f"{math.log(vocab_size):.4f}, ln {vocab_size:,}: all tokens are as likely"))
+        rows.append(
+            (
+                "loss of a model that knows nothing",
+                f"{math.log(vocab_size):.4f}, ln {vocab_size:,}: all tokens are as likely",
+            )
+        )
     for found in [r for r in records if r.get("kind") == "classification"][-1:]:
-        rows.append((f"{found['examples']} classified", f"{100 * float(found['accuracy']):.1f} % right, F1 {float(found['f1']):.3f}"))
+        rows.append(
+            (
+                f"{found['examples']} classified",
+                f"{100 * float(found['accuracy']):.1f} % right, F1 {float(found['f1']):.3f}",
+            )
+        )
     return rows
 
 
@@ -77,8 +89,12 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Print the summary of a run; return the exit code."""
     parser = CommandParser(prog=prog, description="The result of a run in a few lines.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated")
-    parser.add_argument("--bytes-per-token", type=float, metavar="X", help="of the text: adds bits per byte, which no tokenizer changes")
+    parser.add_argument(
+        "--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated"
+    )
+    parser.add_argument(
+        "--bytes-per-token", type=float, metavar="X", help="of the text: adds bits per byte, which no tokenizer changes"
+    )
     args = parser.parse_args(argv)
     try:
         if args.bytes_per_token is not None and not 0 < args.bytes_per_token < math.inf:

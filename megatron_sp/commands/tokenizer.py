@@ -26,12 +26,28 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
         help="files, folders of Dataset.save_to_disk, or - for standard input")  # fmt: skip
-    add("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="texts of a JSON line, or columns (default: text)")
+    add(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="texts of a JSON line, or columns (default: text)",
+    )
     add("--input-format", choices=("auto", "jsonl", "text"), default="auto",
         help="auto: JSONL if the name ends in .jsonl, .json or .ndjson (before .gz or .zst)")  # fmt: skip
     add("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, instead of stopping")
-    add("--type", choices=("sentencepiece", "wordpiece"), default="sentencepiece", help="wordpiece: BERT's, a vocab.txt for --vocab-file")
-    add("--bert", action="store_true", help="SentencePiece with BERT's tokens [PAD], [CLS], [SEP], [MASK] (WordPiece always has them)")
+    add(
+        "--type",
+        choices=("sentencepiece", "wordpiece"),
+        default="sentencepiece",
+        help="wordpiece: BERT's, a vocab.txt for --vocab-file",
+    )
+    add(
+        "--bert",
+        action="store_true",
+        help="SentencePiece with BERT's tokens [PAD], [CLS], [SEP], [MASK] (WordPiece always has them)",
+    )
     add("--cased", action="store_true", help="WordPiece for BertWordPieceCase instead of BertWordPieceLowerCase")
     add("--output", required=True, metavar="FILE", help="the .model or vocab.txt file to write")
     add("--vocab-size", type=integer(2**31 - 1), default=8000, metavar="N",

@@ -97,7 +97,11 @@ class _Conditional(NamedTuple):
 @cache
 def _conditional() -> tuple[_Conditional, ...]:
     items = ((group, item) for group, cls in GROUPS.items() for item in dataclasses.fields(cls))
-    return tuple(_Conditional(group, item.name, item.default, item.metadata["only"]) for group, item in items if item.metadata["only"])
+    return tuple(
+        _Conditional(group, item.name, item.default, item.metadata["only"])
+        for group, item in items
+        if item.metadata["only"]
+    )
 
 
 def _drop(config: Config, field: _Conditional, why: str, wrong: Wrong, *, keeps: bool = False) -> str:
@@ -127,7 +131,9 @@ def _zeros_that_mean_off(config: Config) -> None:
 
 def _attention(config: Config) -> Iterator[str]:
     kernels = config.kernels
-    if kernels.use_flash_attn and (kernels.attention_backend != "auto" or ("kernels", "attention_backend") in config.given):
+    if kernels.use_flash_attn and (
+        kernels.attention_backend != "auto" or ("kernels", "attention_backend") in config.given
+    ):
         if kernels.attention_backend != "flash":
             kernels.use_flash_attn = False
             yield f"--use-flash-attn (--attention-backend {kernels.attention_backend} says it more exactly)"

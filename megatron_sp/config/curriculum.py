@@ -79,7 +79,9 @@ def _in_stages(values: tuple[str, ...]) -> Curriculum:
     longest = _whole(values[-1])
     lengths, lasts = [*(length for length, _ in stages), longest], [last for _, last in stages]
     if lengths != sorted(lengths) or lasts != sorted(set(lasts)):
-        raise ValueError(f"lengths ({_listed(lengths)}) must grow, and so must the last steps with them ({_listed(lasts)})")
+        raise ValueError(
+            f"lengths ({_listed(lengths)}) must grow, and so must the last steps with them ({_listed(lasts)})"
+        )
     return Curriculum(lengths[0], longest, stages=tuple(stages))
 
 
@@ -113,7 +115,9 @@ def curriculum_violations(config: Config) -> Iterator[str]:
     if config.model.is_bert:
         yield "--seq-length-curriculum cuts off GPT's samples, which are tokens of a stream; those of BERT are whole: leave it out"
     parallel, kernels = config.parallel, config.kernels
-    ulysses = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    ulysses = parallel.sequence_parallel_size * (
+        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    )
     positions = -(-first // (ulysses * parallel.context_parallel_size))
     if kernels.mlp_chunks > positions:
         yield (

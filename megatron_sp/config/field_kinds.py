@@ -36,7 +36,11 @@ class FieldKind:
     @property
     def metavar(self) -> str:
         """Placeholder of the value in --help."""
-        one = "{" + ",".join(self.choices) + "}" if self.choices else self.base.upper() + (f"|{self.word}" if self.word else "")
+        one = (
+            "{" + ",".join(self.choices) + "}"
+            if self.choices
+            else self.base.upper() + (f"|{self.word}" if self.word else "")
+        )
         return f"{one} [{one} ...]" if self.many else one
 
     @property
@@ -59,7 +63,11 @@ class FieldKind:
         if self.many:
             # "16 16 1000" in one pair of quotes is meant as three numbers, and so is "[16 16 1000]"
             if self.base == "int":
-                words = [part for word in words for part in word.removeprefix("[").removesuffix("]").replace(",", " ").split()]
+                words = [
+                    part
+                    for word in words
+                    for part in word.removeprefix("[").removesuffix("]").replace(",", " ").split()
+                ]
             if not words:
                 raise ValueError(f"expected {self.expected}, got nothing")
             return tuple(self._parse_word(word) for word in words)

@@ -91,7 +91,9 @@ _LLAMA2 = _Llama("Touvron et al. 2023, arXiv:2307.09288, released weights", 4096
 _LLAMA3 = _Llama("Grattafiori et al. 2024, arXiv:2407.21783, table 3, released weights", 8192, 128256, 500000.0)
 _LLAMA32 = replace(_LLAMA3, source="Llama 3.2 1B, model card and released weights", tied=True)
 # the first version, with the sliding window that later ones dropped; trained at twice the window's length
-_MISTRAL = _Llama("Jiang et al. 2023, arXiv:2310.06825, table 1, released weights", 8192, 32000, 10000.0, window_size=4096)
+_MISTRAL = _Llama(
+    "Jiang et al. 2023, arXiv:2310.06825, table 1, released weights", 8192, 32000, 10000.0, window_size=4096
+)
 
 
 def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: int = 50304) -> Preset:
@@ -200,7 +202,9 @@ PRESETS: dict[str, Preset] = {
     "pythia-1.4b": _pythia(24, 2048, 16, 1_414_647_808),
     "pythia-6.9b": _pythia(32, 4096, 32, 6_857_302_016, vocab_size=50432),
     "bert-base": _bert(12, 768, 12, 110_106_428, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
-    "bert-large": _bert(24, 1024, 16, 336_226_108, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
+    "bert-large": _bert(
+        24, 1024, 16, 336_226_108, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"
+    ),
     "bert-base-hf": _original_bert(12, 768, 12, 110_106_428),
     "bert-large-hf": _original_bert(24, 1024, 16, 336_226_108),
     "bert-1.3b": _bert(24, 2048, 32, 1_280_595_772, f"Shoeybi et al. 2019, {_MEGATRON_BERT}, BERT of 1.3 billion"),

@@ -33,7 +33,9 @@ def read_steps(entries: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
         tokens = int(float(found[1]) * _SUFFIXES[found[2].upper()])  # as Megatron rounds
         size = float(found[3]) * _SUFFIXES[found[4].upper()]
         if tokens > _MOST_TOKENS or not 1 <= round(size) <= _LARGEST or abs(size - round(size)) > 1e-6:
-            raise ValueError(f"'{entry[:40]}': expected at most {_MOST_TOKENS:.0e} tokens, and a whole number from 1 to {_LARGEST} as size")
+            raise ValueError(
+                f"'{entry[:40]}': expected at most {_MOST_TOKENS:.0e} tokens, and a whole number from 1 to {_LARGEST} as size"
+            )
         steps.append((tokens, round(size)))
     steps.sort()
     if not steps or steps[0][0] != 0:
@@ -60,7 +62,12 @@ def all_sizes(batch: BatchConfig) -> tuple[int, ...]:
     scheduled: tuple[int, ...] = ()
     with suppress(ValueError):
         scheduled = tuple(size for _, size in read_steps(batch.step_batch_size_schedule or ()))
-    return tuple(filter(None, (batch.global_batch_size, batch.eval_global_batch_size, *(batch.rampup_batch_size or ())[:2], *scheduled)))
+    return tuple(
+        filter(
+            None,
+            (batch.global_batch_size, batch.eval_global_batch_size, *(batch.rampup_batch_size or ())[:2], *scheduled),
+        )
+    )
 
 
 def settle_batch_size(batch: BatchConfig) -> None:

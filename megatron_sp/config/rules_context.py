@@ -35,7 +35,10 @@ def settle_comm_type(parallel: ParallelConfig) -> Iterator[str]:
     if (parallel.cp_comm_type is None and sizes is None) or _contradiction(parallel):
         return
     if parallel.context_parallel_size == 1:
-        for name, given in (("--cp-comm-type", parallel.cp_comm_type), ("--hierarchical-context-parallel-sizes", sizes)):
+        for name, given in (
+            ("--cp-comm-type", parallel.cp_comm_type),
+            ("--hierarchical-context-parallel-sizes", sizes),
+        ):
             if given is not None:
                 yield f"{name} (--context-parallel-size is 1: nothing is exchanged)"
     else:

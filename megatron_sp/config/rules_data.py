@@ -26,7 +26,9 @@ def data_violations(config: Config) -> Iterator[str]:
     if own_paths and "train" not in own_paths and not config.batch.skip_train:
         yield f"--{own_paths[0]}-data-path needs --train-data-path too"
     for name in groups:
-        yield from _groups(f"{name}_weighted_split_paths", getattr(data, f"{name}_weighted_split_paths"), several=name != "train")
+        yield from _groups(
+            f"{name}_weighted_split_paths", getattr(data, f"{name}_weighted_split_paths"), several=name != "train"
+        )
     if groups and "train" not in groups and not config.batch.skip_train:
         yield f"--{groups[0]}-weighted-split-paths needs --train-weighted-split-paths too"
     if data.full_validation:

@@ -64,7 +64,11 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
         if ranks % ep:
             axes = "tp * sp * cp * dp" if parallel.sequence_parallel else "sp * cp * dp"
             legal = [str(n) for n in range(1, min(ranks, 4096) + 1) if ranks % n == 0 and model.num_experts % n == 0]
-            more = "" if parallel.sequence_parallel or tp == 1 else "; with --sequence-parallel the ranks of tp are among them"
+            more = (
+                ""
+                if parallel.sequence_parallel or tp == 1
+                else "; with --sequence-parallel the ranks of tp are among them"
+            )
             yield (
                 f"expert_model_parallel_size ({ep}) must divide the ranks that have different tokens, {axes} ="
                 f" {ranks}: use --ep-size {', '.join(legal)}{more}"
@@ -110,7 +114,12 @@ def shared_expert_violations(config: Config) -> Iterator[str]:
 def _choice(config: Config) -> Iterator[str]:
     model = config.model
     assert model.num_experts
-    experts, k, groups, of_groups = model.num_experts, model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    experts, k, groups, of_groups = (
+        model.num_experts,
+        model.moe_router_topk,
+        model.moe_router_num_groups,
+        model.moe_router_group_topk,
+    )
     if k > experts:
         yield f"moe_router_topk ({k}) must be at most num_experts ({experts}): a token takes an expert once"
     if (groups is None) != (of_groups is None):

@@ -49,7 +49,10 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     if model.has_experts:
         yield _EXPERTS, "leave the experts out"
     if parallel.pipeline_model_parallel_size > 1:
-        yield "a stage of a pipeline waits for messages of others (--pipeline-model-parallel-size)", "use other kinds of parallelism"
+        yield (
+            "a stage of a pipeline waits for messages of others (--pipeline-model-parallel-size)",
+            "use other kinds of parallelism",
+        )
     for flag, given in (
         ("--offload-optimizer", parallel.offload_optimizer), ("--offload-activations", kernels.offload_activations),
     ):  # fmt: skip
@@ -64,7 +67,11 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
             "the host plans attention by the length of each of BERT's sequences",
             "for short ones use --attention-backend unfused without --context-parallel-size, which masks padding by numbers of the device",
         )
-    if model.attention_dropout > 0 and kernels.recompute_granularity is not None and kernels.attention_backend not in _PLAIN:
+    if (
+        model.attention_dropout > 0
+        and kernels.recompute_granularity is not None
+        and kernels.attention_backend not in _PLAIN
+    ):
         yield (
             "a recomputation sets the state of the generator that attention's kernel draws from (--attention-dropout"
             " with --recompute-granularity)",

@@ -53,7 +53,9 @@ def kernel_violations(config: Config) -> Iterator[str]:
     if kernels.recompute_qkv and granularity == "selective":
         yield "--recompute-qkv keeps attention's output, and --recompute-granularity selective computes it again: drop one of them"
     parallel = config.parallel
-    ulysses = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    ulysses = parallel.sequence_parallel_size * (
+        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    )
     parts = ulysses * parallel.context_parallel_size
     positions = -(-(model.seq_length or 0) // parts)
     if model.seq_length and kernels.mlp_chunks > positions:

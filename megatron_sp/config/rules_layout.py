@@ -29,7 +29,9 @@ def whole_replica_violations(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def split_violations(config: Config, world_size: int, sizes: tuple[str, ...] = ("tp", "sp", "heads", "groups", "ffn")) -> Iterator[str]:
+def split_violations(
+    config: Config, world_size: int, sizes: tuple[str, ...] = ("tp", "sp", "heads", "groups", "ffn")
+) -> Iterator[str]:
     """Check that heads and widths can be split over tp and sp; ``sizes``: those that the remedies may change."""
     model, tp, sp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
     heads = model.num_attention_heads
@@ -80,7 +82,11 @@ def exchange_violations(config: Config, world_size: int) -> Iterator[str]:
             f" sequence_parallel_size 1 there are none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or"
             " leave the flag out"
         )
-    heads, tp, sp = config.model.num_attention_heads, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+    heads, tp, sp = (
+        config.model.num_attention_heads,
+        parallel.tensor_model_parallel_size,
+        parallel.sequence_parallel_size,
+    )
     most = -(-heads // (tp * sp)) if heads else None
     if most and sp > 1 and (parallel.sp_head_chunks or 0) > most:
         yield (
@@ -166,7 +172,9 @@ class _Sizes:
                 "groups over tp": bool(self.groups and self.groups % self.tp and self.tp % self.groups),
                 "heads over groups": self.heads % groups != 0,
                 "width of a head": bool(self.hidden and self.hidden % self.heads),
-                "rotary": bool(self.hidden and self.rotary and (int(width * self.rotary) < 2 or int(width * self.rotary) % 2)),
+                "rotary": bool(
+                    self.hidden and self.rotary and (int(width * self.rotary) < 2 or int(width * self.rotary) % 2)
+                ),
             }
         return {name for name, is_broken in rules.items() if is_broken}
 

@@ -31,7 +31,9 @@ def settle_groups(config: Config) -> Iterator[str]:
         model.group_query_attention = True
     elif model.group_query_attention:
         model.num_query_groups = 1
-        config.understood += ("--group-query-attention (without --num-query-groups it is one key/value head for all, as in Megatron-LM)",)
+        config.understood += (
+            "--group-query-attention (without --num-query-groups it is one key/value head for all, as in Megatron-LM)",
+        )
 
 
 def settle_gelu(model: ModelConfig) -> None:
@@ -44,12 +46,21 @@ def settle_gelu(model: ModelConfig) -> None:
 def shape_violations(config: Config) -> Iterator[str]:
     """Yield a message for each violated rule of the model's shape and variants."""
     model = config.model
-    shape = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": model.num_attention_heads}
+    shape = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+    }
     missing = [name for name, value in {**shape, "seq_length": model.seq_length}.items() if value is None]
     if missing:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
         yield f"{flags} {'is' if len(missing) == 1 else 'are'} required: give the shape of the model, or --load DIR --use-checkpoint-args"
-    if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
+    if (
+        model.hidden_size
+        and model.num_attention_heads
+        and not model.kv_channels
+        and model.hidden_size % model.num_attention_heads
+    ):
         yield (
             f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads"
             f" ({model.num_attention_heads}): {division(model.hidden_size, model.num_attention_heads)}; change one of"
@@ -141,11 +152,7 @@ def _bert(model: ModelConfig) -> Iterator[str]:
                 yield f"--{name} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
         return
     for name, given, instead in (
-        (
-            "use-parallel-residual",
-            model.use_parallel_residual,
-            "here attention comes first, then the MLP",
-        ),
+        ("use-parallel-residual", model.use_parallel_residual, "here attention comes first, then the MLP"),
         (f"window-size {model.window_size}", model.window_size, "BERT's tokens see all of their sequence"),
     ):
         if given:

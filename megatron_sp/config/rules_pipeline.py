@@ -23,7 +23,13 @@ def settle_stages(config: Config) -> None:
     """Turn what the flags say of a rank's stages into their number, unless the flags contradict each other; idempotent."""
     parallel, layers = config.parallel, config.model.num_layers
     each, p = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
-    if each is not None and layers and p > 1 and layers % (each * p) == 0 and parallel.num_virtual_stages_per_pipeline_rank is None:
+    if (
+        each is not None
+        and layers
+        and p > 1
+        and layers % (each * p) == 0
+        and parallel.num_virtual_stages_per_pipeline_rank is None
+    ):
         parallel.num_virtual_stages_per_pipeline_rank = layers // (each * p)
         parallel.num_layers_per_virtual_pipeline_stage = None
     if parallel.pipeline_model_parallel_layout and p > 1 and parallel.num_virtual_stages_per_pipeline_rank is None:
@@ -62,7 +68,11 @@ def pipeline_violations(config: Config) -> Iterator[str]:
     if kind == "zbv" and v != 2:
         yield f"{said} has two stages on each rank, and there are {v}: leave --num-virtual-stages-per-pipeline-rank out, or use zb1p"
     if layers:
-        yield from _layers(config, layers, p, v) if parallel.pipeline_model_parallel_layout is None else _layout(config, layers, p, v)
+        yield from (
+            _layers(config, layers, p, v)
+            if parallel.pipeline_model_parallel_layout is None
+            else _layout(config, layers, p, v)
+        )
 
 
 def _without_pipeline(config: Config) -> Iterator[str]:

@@ -33,8 +33,14 @@ def learning_rate_violations(config: Config) -> Iterator[str]:
     """Check the schedule of the learning rate."""
     opt, batch = config.optimizer, config.batch
     by_samples = batch.train_samples is not None
-    kind, other, total_flag = ("samples", "iters", "--train-samples") if by_samples else ("iters", "samples", "--train-iters")
-    mixed = [f"--{name}-{other}".replace("_", "-") for name in ("lr_decay", "lr_warmup", "lr_wsd_decay") if getattr(opt, f"{name}_{other}")]
+    kind, other, total_flag = (
+        ("samples", "iters", "--train-samples") if by_samples else ("iters", "samples", "--train-iters")
+    )
+    mixed = [
+        f"--{name}-{other}".replace("_", "-")
+        for name in ("lr_decay", "lr_warmup", "lr_wsd_decay")
+        if getattr(opt, f"{name}_{other}")
+    ]
     if mixed and (batch.train_iters is not None or by_samples):
         yield f"{', '.join(mixed)} cannot go with {total_flag}: the schedule counts what the run counts; use the -{kind} forms"
         return

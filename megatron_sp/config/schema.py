@@ -90,7 +90,9 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return a plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""
         return {
-            group: {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(getattr(self, group)).items()}
+            group: {
+                k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(getattr(self, group)).items()
+            }
             for group in GROUPS
         }
 
@@ -111,12 +113,16 @@ class Config:
         config, warnings = cls(), []
         for group, entries in data.items():
             if group not in GROUPS or not isinstance(entries, dict):
-                warnings.append(f"the group '{group}' of the stored configuration is unknown to this version and left out")
+                warnings.append(
+                    f"the group '{group}' of the stored configuration is unknown to this version and left out"
+                )
                 continue
             kinds = field_kinds(GROUPS[group])
             for name, value in entries.items():
                 if name not in kinds:
-                    warnings.append(f"'{group}.{name}' of the stored configuration is unknown to this version and left out")
+                    warnings.append(
+                        f"'{group}.{name}' of the stored configuration is unknown to this version and left out"
+                    )
                     continue
                 try:
                     setattr(getattr(config, group), name, kinds[name].coerce(value))
@@ -125,14 +131,17 @@ class Config:
         return config, warnings
 
 
-GROUPS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)}  # type: ignore[misc]
+_FACTORIES: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+GROUPS: dict[str, type] = {name: make for name, make in _FACTORIES.items() if dataclasses.is_dataclass(make)}  # type: ignore[misc]
 """The groups of flags: name of the field in ``Config`` and its dataclass."""
 
 
 def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Return the differences, as ``{"group.field": (old value, new value)}`` in the order of the fields."""
     pairs = ((f"{group}.{name}", group, name) for group, cls in GROUPS.items() for name in field_kinds(cls))
-    values = ((key, getattr(getattr(old, group), name), getattr(getattr(new, group), name)) for key, group, name in pairs)
+    values = (
+        (key, getattr(getattr(old, group), name), getattr(getattr(new, group), name)) for key, group, name in pairs
+    )
     return {key: (a, b) for key, a, b in values if a != b}
 
 
@@ -141,4 +150,6 @@ def raise_all(errors: list[str]) -> None:
     if len(errors) == 1:
         raise ConfigError(errors[0])
     if errors:
-        raise ConfigError(f"{len(errors)} things are wrong:\n" + "\n".join(f"  {i}. {e}" for i, e in enumerate(errors, 1)))
+        raise ConfigError(
+            f"{len(errors)} things are wrong:\n" + "\n".join(f"  {i}. {e}" for i, e in enumerate(errors, 1))
+        )

@@ -26,24 +26,40 @@ class ExpertConfig:
         "experts in place of the MLP, of which each token takes --moe-router-topk; none is ever full (default: dense MLPs)",
         unit="experts", low=0, high=2**16,
     )  # fmt: skip
-    moe_router_topk: int = flag(2, "experts of each token", unit="experts", aliases=("topk",), low=1, high=2**10, only=EXPERTS)
-    moe_ffn_hidden_size: int | None = flag(None, "width of an expert (default: --ffn-hidden-size)", low=1, high=2**24, only=EXPERTS)
+    moe_router_topk: int = flag(
+        2, "experts of each token", unit="experts", aliases=("topk",), low=1, high=2**10, only=EXPERTS
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width of an expert (default: --ffn-hidden-size)", low=1, high=2**24, only=EXPERTS
+    )
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "width of one more expert that all tokens take (default: none)", low=0, high=2**24, only=EXPERTS
     )
     moe_layer_freq: str = flag(
-        "1", "which layers have them; N: layers 0, N, 2 N, ...; or a pattern of all layers such as [0]+[1]*23 (Megatron's)", only=EXPERTS
+        "1",
+        "which layers have them; N: layers 0, N, 2 N, ...; or a pattern of all layers such as [0]+[1]*23 (Megatron's)",
+        only=EXPERTS,
     )
-    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", "scores from the router's logits", only=EXPERTS)
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag(
+        "softmax", "scores from the router's logits", only=EXPERTS
+    )
     moe_router_pre_softmax: bool = flag(
-        False, "softmax over all experts, then the best of them; without it over the chosen ones, whose weights sum to 1", only=EXPERTS
+        False,
+        "softmax over all experts, then the best of them; without it over the chosen ones, whose weights sum to 1",
+        only=EXPERTS,
     )
-    moe_router_topk_scaling_factor: float | None = flag(None, "factor of the weights of the chosen experts", low=0, only=EXPERTS)
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "factor of the weights of the chosen experts", low=0, only=EXPERTS
+    )
     moe_router_num_groups: int | None = flag(
         None, "groups of experts, of which each token chooses --moe-router-group-topk before it chooses experts there",
         unit="groups", low=1, high=2**16, only=EXPERTS)  # fmt: skip
-    moe_router_group_topk: int | None = flag(None, "groups of each token", unit="groups", low=1, high=2**10, only=EXPERTS)
-    moe_router_dtype: Literal["fp32", "fp64"] = flag("fp32", "number format of the router; of an fp64 model fp64", only=EXPERTS)
+    moe_router_group_topk: int | None = flag(
+        None, "groups of each token", unit="groups", low=1, high=2**10, only=EXPERTS
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] = flag(
+        "fp32", "number format of the router; of an fp64 model fp64", only=EXPERTS
+    )
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] | None = flag(
         None,
         "what the loss that keeps the load even is about; seq_aux_loss: each sequence; global_aux_loss: the global"
@@ -52,7 +68,9 @@ class ExpertConfig:
         only=(EXPERTS, BALANCE),
     )
     moe_aux_loss_coeff: float = flag(0.0, "coefficient of that loss", aliases=("moe-loss-coeff",), low=0, only=EXPERTS)
-    moe_z_loss_coeff: float | None = flag(None, "coefficient of a loss that keeps the router's logits small", low=0, only=EXPERTS)
+    moe_z_loss_coeff: float | None = flag(
+        None, "coefficient of a loss that keeps the router's logits small", low=0, only=EXPERTS
+    )
     moe_router_enable_expert_bias: bool = flag(
         False,
         "with sigmoids a bias of each expert, added when experts are chosen, is raised after a step in which it had"

@@ -19,7 +19,9 @@ HeadActivation = Literal["gelu_tanh", "gelu", "relu"]
 class ModelConfig(ExpertConfig):
     """Shape of the model."""
 
-    model_family: Literal["gpt", "bert"] = flag("gpt", "what is trained; pretrain_gpt.py and pretrain_bert.py say so themselves")
+    model_family: Literal["gpt", "bert"] = flag(
+        "gpt", "what is trained; pretrain_gpt.py and pretrain_bert.py say so themselves"
+    )
     num_layers: int | None = flag(None, "transformer blocks (required)", low=1, high=4096)
     hidden_size: int | None = flag(None, "width of the residual stream (required)", low=1, high=2**20)
     num_attention_heads: int | None = flag(None, "query heads (required)", low=1, high=2**16)
@@ -37,7 +39,9 @@ class ModelConfig(ExpertConfig):
         low=1,
         high=2**24,
     )
-    kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)", low=1, high=2**16)
+    kv_channels: int | None = flag(
+        None, "width of one head (default: hidden-size / num-attention-heads)", low=1, high=2**16
+    )
     group_query_attention: bool = flag(
         False, "query heads share key/value heads, --num-query-groups of them or one; implied when that is given"
     )
@@ -48,23 +52,34 @@ class ModelConfig(ExpertConfig):
         low=1,
         high=2**16,
     )
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute", "learned table, rotary, or none")
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
+        "learned_absolute", "learned table, rotary, or none"
+    )
     rotary_base: float = flag(
-        10000.0, "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"), only=ROTARY
+        10000.0,
+        "theta of the rotary frequencies",
+        aliases=("rotary-position-embeddings-theta", "rope-theta"),
+        only=ROTARY,
     )
     rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]", only=ROTARY)
     rotary_seq_len_interpolation_factor: float = flag(
-        1.0, "divide all positions by this before they turn anything, for sequences so many times longer than those of pretraining"
+        1.0,
+        "divide all positions by this before they turn anything, for sequences so many times longer than those of pretraining",
     )
     use_rope_scaling: bool = flag(
-        False, "stretch the slow rotary frequencies for longer sequences, as Llama 3.1 and later do; see the --rope-scaling flags"
+        False,
+        "stretch the slow rotary frequencies for longer sequences, as Llama 3.1 and later do; see the --rope-scaling flags",
     )
-    rope_scaling_factor: float = flag(8.0, "frequencies that are too slow for the original length are divided by this", only=ROPE_SCALING)
+    rope_scaling_factor: float = flag(
+        8.0, "frequencies that are too slow for the original length are divided by this", only=ROPE_SCALING
+    )
     rope_scaling_low_freq_factor: float = flag(
         1.0, "too slow are those that turn less often than this over the original length", only=ROPE_SCALING
     )
     rope_scaling_high_freq_factor: float = flag(
-        4.0, "those that turn more often than this over it stay as they are; in between it goes over evenly", only=ROPE_SCALING
+        4.0,
+        "those that turn more often than this over it stay as they are; in between it goes over evenly",
+        only=ROPE_SCALING,
     )
     rope_scaling_original_length: int = flag(
         8192,
@@ -126,10 +141,15 @@ class ModelConfig(ExpertConfig):
     attention_dropout: float = flag(0.1, "dropout on attention probabilities, in [0, 1)", low=0)
     hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs, in [0, 1)", low=0)
     init_method_std: float = flag(
-        0.02, "standard deviation of the initial weights; output projections use it divided by sqrt(2*num-layers)", low=0
+        0.02,
+        "standard deviation of the initial weights; output projections use it divided by sqrt(2*num-layers)",
+        low=0,
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)", low=1, high=2**20
+        128,
+        "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)",
+        low=1,
+        high=2**20,
     )
     vocab_size: int | None = flag(
         None,
@@ -140,7 +160,10 @@ class ModelConfig(ExpertConfig):
         high=2**31 - 1,
     )
     num_tokentypes: int | None = flag(
-        None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0, high=2**16
+        None,
+        "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)",
+        low=0,
+        high=2**16,
     )
     bert_no_binary_head: bool = flag(
         False, "BERT: one segment in each sample, no sentence-order task, no pooler: masked tokens alone are trained"
@@ -266,5 +289,7 @@ class ModelConfig(ExpertConfig):
 
 def _required(value: int | None) -> int:
     if value is None:
-        raise ConfigError("the model's shape is incomplete: give --num-layers, --hidden-size, --num-attention-heads and --seq-length")
+        raise ConfigError(
+            "the model's shape is incomplete: give --num-layers, --hidden-size, --num-attention-heads and --seq-length"
+        )
     return value

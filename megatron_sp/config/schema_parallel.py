@@ -56,10 +56,12 @@ class ParallelConfig:
         " fastest (default: none)",
     )
     sp_overlap_comm: bool = flag(
-        False, "with sp > 1: run exchanges under computation, as --sp-overlap-mode auto; with --split-qkv-linear as split-qkv"
+        False,
+        "with sp > 1: run exchanges under computation, as --sp-overlap-mode auto; with --split-qkv-linear as split-qkv",
     )
     split_qkv_linear: bool = flag(
-        False, "with sp > 1: project q, k and v one after another, each with its own exchange; add --sp-overlap-comm to run them under it"
+        False,
+        "with sp > 1: project q, k and v one after another, each with its own exchange; add --sp-overlap-comm to run them under it",
     )
     sp_head_chunks: int | None = flag(
         None,
@@ -91,7 +93,11 @@ class ParallelConfig:
         high=1024,
     )  # fmt: skip
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "with pp > 1: stages on each rank (default: 2 with interleaved and zbv, else 1)", unit="stages", low=1, high=10_000
+        None,
+        "with pp > 1: stages on each rank (default: 2 with interleaved and zbv, else 1)",
+        unit="stages",
+        low=1,
+        high=10_000,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "the same, said by the layers of a stage", unit="layers", low=1, high=10_000
@@ -102,7 +108,12 @@ class ParallelConfig:
         high=10_000, aliases=("num-layers-in-first-pipeline-stage",),
     )  # fmt: skip
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "with pp > 1: layers of the last rank", unit="layers", low=1, high=10_000, aliases=("num-layers-in-last-pipeline-stage",)
+        None,
+        "with pp > 1: layers of the last rank",
+        unit="layers",
+        low=1,
+        high=10_000,
+        aliases=("num-layers-in-last-pipeline-stage",),
     )
     pipeline_model_parallel_layout: str | None = flag(
         None,
@@ -136,7 +147,8 @@ class ParallelConfig:
         high=2**16,
     )
     cp_keep_kv: bool = flag(
-        False, "with cp > 1: keep the keys and values of other ranks for backward, instead of having them sent again; takes their memory"
+        False,
+        "with cp > 1: keep the keys and values of other ranks for backward, instead of having them sent again; takes their memory",
     )
     cp_comm_type: tuple[str, ...] | None = flag(
         None,
@@ -146,7 +158,8 @@ class ParallelConfig:
         " fastest (default: p2p)",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        None, "with --cp-comm-type a2a+p2p: A R, for --sequence-parallel-size A --context-parallel-size R; A * R is --context-parallel-size"
+        None,
+        "with --cp-comm-type a2a+p2p: A R, for --sequence-parallel-size A --context-parallel-size R; A * R is --context-parallel-size",
     )
     expert_model_parallel_size: int = flag(
         1,
@@ -192,13 +205,15 @@ class ParallelConfig:
         only=NCCL,
     )
     verify_parallelism: bool = flag(
-        False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
+        False,
+        "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ",
     )
     verify_dtype: Literal["fp64", "fp32"] | None = flag(
         None, "number format of the comparison (default: fp64, on GPUs fp32)", only=VERIFIES
     )
     overlap_grad_reduce: bool = flag(
-        True, "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it"
+        True,
+        "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it",
     )
     zero_stage: int = flag(
         0,
@@ -208,9 +223,13 @@ class ParallelConfig:
     )
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
     overlap_param_gather: bool = flag(
-        True, "gather parameters under computation, a block ahead; --no-overlap-param-gather: wait for each", only=SHARDED
+        True,
+        "gather parameters under computation, a block ahead; --no-overlap-param-gather: wait for each",
+        only=SHARDED,
     )
-    grad_reduce_in_bf16: bool = flag(False, "gradients travel between ranks in bf16: half the bytes (default: as they are, in fp32)")
+    grad_reduce_in_bf16: bool = flag(
+        False, "gradients travel between ranks in bf16: half the bytes (default: as they are, in fp32)"
+    )
     zero3_keep_units: int = flag(
         0,
         "with --zero-stage 3: keep so many more blocks whole than the two that are needed, so that fewer are gathered",
@@ -219,7 +238,8 @@ class ParallelConfig:
         high=10_000,
     )
     zero3_gather_once: bool = flag(
-        False, "with --zero-stage 3: gather each block once per step, whatever the accumulation; takes memory for all parameters"
+        False,
+        "with --zero-stage 3: gather each block once per step, whatever the accumulation; takes memory for all parameters",
     )
     zero3_fetch: Literal["all_gather", "all_reduce"] = flag(
         "all_gather", "with --zero-stage 3: what makes a block whole; all_reduce moves twice the bytes"
@@ -243,7 +263,9 @@ class ParallelConfig:
         " backward; shorter where exchanges take longer than what they overlap with (one head on a rank, slow"
         " links); takes the memory of an MLP's operands",
     )
-    check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
+    check_collectives: bool = flag(
+        False, "compare operation, shape and type across ranks before every collective; slow, to find bugs"
+    )
 
     def dp_size(self, world_size: int) -> int:
         """Return the data-parallel size, world_size / (tp * sp * cp * pp)."""
@@ -258,7 +280,9 @@ class ParallelConfig:
     @property
     def stages_per_pipeline_rank(self) -> int:
         """Number of stages of each pipeline rank."""
-        return self.num_virtual_stages_per_pipeline_rank or (2 if self.pipeline_schedule in ("interleaved", "zbv") else 1)
+        return self.num_virtual_stages_per_pipeline_rank or (
+            2 if self.pipeline_schedule in ("interleaved", "zbv") else 1
+        )
 
     @property
     def pipeline_kind(self) -> str:
@@ -297,7 +321,9 @@ class ParallelConfig:
     @property
     def overlaps_exchanges(self) -> bool:
         """True if exchanges overlap with computation: always except in mode "none" and with --split-qkv-linear alone."""
-        return self.overlap_mode != "none" and not (self.split_qkv_linear and self.sp_overlap_mode is None and not self.sp_overlap_comm)
+        return self.overlap_mode != "none" and not (
+            self.split_qkv_linear and self.sp_overlap_mode is None and not self.sp_overlap_comm
+        )
 
 
 @dataclass
@@ -305,13 +331,17 @@ class KernelConfig:
     """Kernels, recomputation and devices."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
-    attention_backend: Literal["auto", "flash", "flash2", "flash3", "flash4", "cudnn", "fused", "unfused", "local"] = flag(
-        "auto",
-        "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn: its"
-        " cuDNN kernel; unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed at"
-        " the start on a GPU",
+    attention_backend: Literal["auto", "flash", "flash2", "flash3", "flash4", "cudnn", "fused", "unfused", "local"] = (
+        flag(
+            "auto",
+            "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn: its"
+            " cuDNN kernel; unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed at"
+            " the start on a GPU",
+        )
     )
-    use_flash_attn: bool = flag(False, "--attention-backend flash, on a GPU and if that names no other", aliases=("use-flash-attn-v2",))
+    use_flash_attn: bool = flag(
+        False, "--attention-backend flash, on a GPU and if that names no other", aliases=("use-flash-attn-v2",)
+    )
     fused_kernels: Literal["auto", "torch", "triton", "apex"] = flag(
         "auto",
         "triton: Triton's kernels for norms, dropout, activation, rotary and cross entropy; apex: NVIDIA apex's for"
@@ -371,8 +401,12 @@ class KernelConfig:
         low=1,
         high=1024,
     )
-    allow_oom: bool = flag(False, "start even if the run is predicted to need more memory than there is (else exit code 2)")
-    deterministic_mode: bool = flag(False, "only deterministic GPU kernels: a resume repeats a run to the last bit; slower")
+    allow_oom: bool = flag(
+        False, "start even if the run is predicted to need more memory than there is (else exit code 2)"
+    )
+    deterministic_mode: bool = flag(
+        False, "only deterministic GPU kernels: a resume repeats a run to the last bit; slower"
+    )
     cuda_graphs: Literal["auto", "on", "off"] = flag(
         "auto",
         "capture steps in CUDA graphs, which launch without Python; auto: where they can be captured, give the bits"

@@ -22,7 +22,9 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = flag(
-        None, "run folder: checkpoints, metrics.jsonl, run_status.json (default: runs/NAME-TIME, without checkpoints)", path=True
+        None,
+        "run folder: checkpoints, metrics.jsonl, run_status.json (default: runs/NAME-TIME, without checkpoints)",
+        path=True,
     )
     load: str | None = flag(
         None,
@@ -30,8 +32,12 @@ class CheckpointConfig:
         " is the same folder: that starts afresh",
         path=True,
     )
-    exit_on_missing_checkpoint: bool = flag(False, "nothing to load is an error in that first run, too (exit code 3)", only=LOADS)
-    auto_resume: bool = flag(False, "go on from the newest verified checkpoint under --save, or start afresh if there is none")
+    exit_on_missing_checkpoint: bool = flag(
+        False, "nothing to load is an error in that first run, too (exit code 3)", only=LOADS
+    )
+    auto_resume: bool = flag(
+        False, "go on from the newest verified checkpoint under --save, or start afresh if there is none"
+    )
     save_interval: int | Literal["auto"] | None = flag(
         None,
         "save every so many steps, and always at the end (0: only then); auto: as often as loses least, by what a save is measured to"
@@ -59,7 +65,9 @@ class CheckpointConfig:
         "take the model from the checkpoint, and its tokenizer where no flag names one; a flag that says another"
         " model is an error, what belongs to training (dropout, coefficients) counts where it is given",
     )
-    keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9, only=SAVES)
+    keep_last: int = flag(
+        2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9, only=SAVES
+    )
     keep_every: int | None = flag(
         None,
         "also keep every checkpoint whose step is a multiple of this",
@@ -68,27 +76,36 @@ class CheckpointConfig:
         low=1,
         only=SAVES,
     )
-    accept_data_change: bool = flag(False, "resume although data, tokenizer, split, sequence length or seed changed", only=LOADS)
+    accept_data_change: bool = flag(
+        False, "resume although data, tokenizer, split, sequence length or seed changed", only=LOADS
+    )
 
 
 @dataclass
 class LoggingConfig:
     """Logs, metrics and profiling."""
 
-    log_interval: int = flag(100, "one line and one metrics.jsonl record every so many steps", unit="steps", low=1, high=10**12)
+    log_interval: int = flag(
+        100, "one line and one metrics.jsonl record every so many steps", unit="steps", low=1, high=10**12
+    )
     no_progress_bar: bool = flag(False, "plain lines even on a terminal")
     peak_tflops: str | None = flag(
-        None, "peak for MFU: a number in TFLOP/s or a name such as h100-bf16 (default: by the GPU's name; measured on CPU)"
+        None,
+        "peak for MFU: a number in TFLOP/s or a name such as h100-bf16 (default: by the GPU's name; measured on CPU)",
     )
     log_params_norm: bool = flag(False, "add the L2 norm of the parameters to each record")
     log_num_zeros_in_grad: bool = flag(False, "add the number of zeros in the gradients to each record")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events there (needs the extra 'log')", path=True)
-    tensorboard_queue_size: int = flag(1000, "events kept in memory before a write", low=1, high=10**6, only=TENSORBOARD)
+    tensorboard_queue_size: int = flag(
+        1000, "events kept in memory before a write", low=1, high=10**6, only=TENSORBOARD
+    )
     wandb_project: str | None = flag(None, "log to this Weights & Biases project (needs the extra 'log')")
     wandb_exp_name: str | None = flag(None, "name of the W&B run", only=WANDB)
     profile: bool = flag(False, "write a torch profiler trace into the run folder")
     profile_step_start: int = flag(10, "first profiled step", unit="steps", low=0, high=10**12, only=PROFILES)
-    profile_step_end: int = flag(12, "step before which profiling stops", unit="steps", low=0, high=10**12, only=PROFILES)
+    profile_step_end: int = flag(
+        12, "step before which profiling stops", unit="steps", low=0, high=10**12, only=PROFILES
+    )
     profile_ranks: tuple[int, ...] = flag((0,), "ranks that write a trace", only=PROFILES)
     report_overlap: int | None = flag(
         None,

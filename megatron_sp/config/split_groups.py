@@ -64,7 +64,9 @@ def _part(text: str) -> tuple[float, tuple[float, float], str]:
     if not 0 < numbers[0] < math.inf:
         raise ValueError(f"'{weight[:20]}' must be a weight above 0: leave out sets of weight 0")
     if not 0 <= numbers[1] < numbers[2] <= 1:
-        raise ValueError(f"'{share[:40]}' must be BEGIN:END with 0 <= BEGIN < END <= 1: shares of a data set's documents")
+        raise ValueError(
+            f"'{share[:40]}' must be BEGIN:END with 0 <= BEGIN < END <= 1: shares of a data set's documents"
+        )
     return numbers[0], (numbers[1], numbers[2]), prefix
 
 

@@ -121,12 +121,19 @@ class BERTDataset:
         if options.pack:
             expected["row"] = ((ANY_LENGTH,), np.dtype(np.int64))
         arrays = cached_arrays(
-            cache_folder, f"{os.path.basename(indexed.prefix)}-{name}-{wanted[:24]}", expected, lambda: self._build(num_samples)
+            cache_folder,
+            f"{os.path.basename(indexed.prefix)}-{name}-{wanted[:24]}",
+            expected,
+            lambda: self._build(num_samples),
         )
         self.index = arrays["sample"]
         self.rows = arrays.get("row")
         self._fingerprint = hash_of(
-            **facts, options=asdict(options), samples=len(self.index), tokenizer=tokenizer.fingerprint(), special=special._asdict()
+            **facts,
+            options=asdict(options),
+            samples=len(self.index),
+            tokenizer=tokenizer.fingerprint(),
+            special=special._asdict(),
         )
 
     def __len__(self) -> int:
@@ -150,7 +157,9 @@ class BERTDataset:
         if self.rows is None:
             return np.array([self.options.seq_length])
         sample = self.index[int(self.rows[i]) : int(self.rows[i + 1])]
-        sizes = [int(self.indexed.sequence_lengths[first:last].sum(dtype=np.int64)) for first, last in sample[:, :2].tolist()]
+        sizes = [
+            int(self.indexed.sequence_lengths[first:last].sum(dtype=np.int64)) for first, last in sample[:, :2].tolist()
+        ]
         return row_lengths(np.minimum(sizes, sample[:, 2].astype(np.int64)) + 2, self.options.seq_length)
 
     def fingerprint(self) -> str:
@@ -159,7 +168,9 @@ class BERTDataset:
     def where(self, i: int) -> str:
         samples = (i, i) if self.rows is None else (int(self.rows[i]), int(self.rows[i + 1]) - 1)
         first, last = int(self.index[samples[0], 0]), int(self.index[samples[1], 1]) - 1
-        return f"{self.indexed.bin_path}, sentences {first} to {last}" + ("" if self.rows is None else " (of the first and last sample)")
+        return f"{self.indexed.bin_path}, sentences {first} to {last}" + (
+            "" if self.rows is None else " (of the first and last sample)"
+        )
 
     def _piece(self, i: int) -> Piece:
         first, last, target = self.index[i].tolist()
@@ -240,7 +251,12 @@ class BERTDataset:
 
 
 def make_piece(
-    sentences: list[np.ndarray], target_length: int, binary_head: bool, tokenizer: Tokenizer, rule: MaskRule, random: np.random.RandomState
+    sentences: list[np.ndarray],
+    target_length: int,
+    binary_head: bool,
+    tokenizer: Tokenizer,
+    rule: MaskRule,
+    random: np.random.RandomState,
 ) -> Piece:
     """Make one sample from its sentences.
 
@@ -261,7 +277,9 @@ def make_piece(
     return Piece(seen, types, masked, tokens[masked], swapped)
 
 
-def _truncated(a: np.ndarray, b: np.ndarray, target_length: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+def _truncated(
+    a: np.ndarray, b: np.ndarray, target_length: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
     excess = a.size + b.size - target_length
     if excess <= 0:
         return a, b
@@ -285,7 +303,9 @@ class MockBERTDataset:
         ring = [i for i in range(min(tokenizer.vocab_size, _RING + len(reserved))) if i not in reserved][:_RING]
         self._ring = np.array(ring or [special.mask], np.int64)
         self._rows = self._packed_rows() if options.pack else None
-        self._fingerprint = hash_of(kind="mock-bert-1", options=asdict(options), split=name, tokenizer=tokenizer.fingerprint())
+        self._fingerprint = hash_of(
+            kind="mock-bert-1", options=asdict(options), split=name, tokenizer=tokenizer.fingerprint()
+        )
 
     def __len__(self) -> int:
         return self._num_samples
@@ -311,18 +331,25 @@ class MockBERTDataset:
         return "the synthetic samples of --mock-data"
 
     def _piece(self, i: int, length: int) -> Piece:
-        random = np.random.RandomState(np.array([self.options.seed & 0xFFFFFFFF, self._split, i & 0xFFFFFFFF, i >> 32], np.uint32))
+        random = np.random.RandomState(
+            np.array([self.options.seed & 0xFFFFFFFF, self._split, i & 0xFFFFFFFF, i >> 32], np.uint32)
+        )
         steps = random.randint(1, _MAX_STEP + 1, length)
         text = self._ring[(random.randint(self._ring.size) + np.cumsum(steps)) % self._ring.size]
         cut = int(random.randint(1, length))
         sentences = [text[:cut], text[cut:]]
-        return make_piece(sentences, self.options.max_length, self.options.binary_head, self.tokenizer, self._mask_rule, random)
+        return make_piece(
+            sentences, self.options.max_length, self.options.binary_head, self.tokenizer, self._mask_rule, random
+        )
 
     def _text_lengths(self, first: int, last: int) -> np.ndarray:
         """int64 [last - first]: text tokens of these samples, a hash of their indices so that packing need not draw the samples."""
         longest = self.options.max_length
         shortest = max(2, longest // 4)
-        mixed = _mix(np.arange(first, last, dtype=np.uint64) + np.uint64((self.options.seed * 3 + self._split) << 24 & (2**64 - 1)))
+        mixed = _mix(
+            np.arange(first, last, dtype=np.uint64)
+            + np.uint64((self.options.seed * 3 + self._split) << 24 & (2**64 - 1))
+        )
         length = shortest + (mixed >> np.uint64(8)).astype(np.int64) % (longest - shortest + 1)
         result: np.ndarray = np.where(mixed % np.uint64(_FULL) == 0, longest, length)
         return result

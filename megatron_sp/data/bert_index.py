@@ -57,7 +57,11 @@ class SampleRule(NamedTuple):
 
 
 def build_bert_index(
-    bounds: np.ndarray, lengths: np.ndarray, rule: SampleRule, max_samples: int | None = None, max_epochs: int | None = None
+    bounds: np.ndarray,
+    lengths: np.ndarray,
+    rule: SampleRule,
+    max_samples: int | None = None,
+    max_epochs: int | None = None,
 ) -> np.ndarray:
     """Build the rows of the sample map.
 
@@ -83,7 +87,9 @@ def build_bert_index(
         draws = _targets(rule)
         count = epoch = 0
         while (max_samples is None or count < max_samples) and (max_epochs is None or epoch < max_epochs):
-            rows = parts[0] if parts and not rule.short_seq_prob else _walk(documents, tokens, rule, draws).astype(dtype)
+            rows = (
+                parts[0] if parts and not rule.short_seq_prob else _walk(documents, tokens, rule, draws).astype(dtype)
+            )
             parts.append(rows)
             count, epoch = count + len(rows), epoch + 1
     rows = np.concatenate(parts) if parts else np.zeros((0, 3), dtype)

@@ -46,7 +46,9 @@ def parse_blend(parts: tuple[str, ...], flag: str = "--data-path") -> Blend:
         values = [_as_number(word) for word in parts[::2]]
         for word, value in zip(parts[::2], values, strict=True):
             if value is None or not (0 < value < math.inf):
-                raise ConfigError(f"{flag}: '{word}' must be a weight above 0: give WEIGHT PREFIX pairs, leave out sets of weight 0")
+                raise ConfigError(
+                    f"{flag}: '{word}' must be a weight above 0: give WEIGHT PREFIX pairs, leave out sets of weight 0"
+                )
         weights, prefixes = tuple(v for v in values if v is not None), parts[1::2]
     if len(prefixes) > MAX_SETS:
         raise ConfigError(f"{flag}: {len(prefixes)} data sets: at most {MAX_SETS} can be blended")
@@ -63,7 +65,9 @@ def _as_number(word: str) -> float | None:
 def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the weights as float64, divided by their sum."""
     array = np.array(weights, dtype=np.float64)
-    if float(array.max()) > np.finfo(np.float64).max / len(array):  # their sum could overflow; a power of two changes no share
+    if float(array.max()) > np.finfo(np.float64).max / len(
+        array
+    ):  # their sum could overflow; a power of two changes no share
         array = np.ldexp(array, -MAX_SETS.bit_length())
     result: np.ndarray = array / np.sum(array)
     return result
@@ -100,7 +104,9 @@ def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.nd
     taken_after = np.empty_like(taken_before)
     pending = np.arange(num_chunks)
     while pending.size:
-        sets[:, pending], samples[:, pending], taken_after[:, pending] = _walk(weights, starts[pending], size, taken_before[:, pending])
+        sets[:, pending], samples[:, pending], taken_after[:, pending] = _walk(
+            weights, starts[pending], size, taken_before[:, pending]
+        )
         follows = pending[pending + 1 < num_chunks]
         wrong = follows[(taken_before[:, follows + 1] != taken_after[:, follows]).any(axis=0)] + 1
         taken_before[:, wrong] = taken_after[:, wrong - 1]
@@ -117,7 +123,9 @@ def _guess(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return taken + (rank < missing)
 
 
-def _walk(weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _walk(
+    weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     # Apply the rule to several ranges of ``size`` samples at once. starts: [ranges], first sample of each range. taken:
     # float64 [k, ranges], samples taken from each set before it. Sets and samples, both [size, ranges], and the samples
     # taken from each set by the end of each range, [k, ranges].

@@ -11,7 +11,14 @@ import numpy as np
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
-from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions, MockGPTDataset, PackedDataset
+from megatron_sp.data.gpt_dataset import (
+    BlendedDataset,
+    ChainedDataset,
+    GPTDataset,
+    GPTOptions,
+    MockGPTDataset,
+    PackedDataset,
+)
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
@@ -60,7 +67,11 @@ class Datasets:
     @property
     def evaluation_fingerprints(self) -> dict[str, str]:
         """Fingerprints of the validation and test data."""
-        return {" ".join(filter(None, (split, name))): d.fingerprint() for split in ("valid", "test") for name, d in self.evaluated(split)}
+        return {
+            " ".join(filter(None, (split, name))): d.fingerprint()
+            for split in ("valid", "test")
+            for name, d in self.evaluated(split)
+        }
 
 
 class Evaluation(NamedTuple):
@@ -102,10 +113,19 @@ def build_datasets(
     repeated: dict[str, list[str]] = {}
     stretches: dict[tuple[str, tuple[int, int]], tuple[IndexedDataset, tuple[int, int], str]] = {}
 
-    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
+    def from_file(
+        indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int
+    ) -> FileDataset:
         own = replace(options, seed=_seed_of(seed, turn))
         dataset = GPTDataset(
-            indexed, bounds, own, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
+            indexed,
+            bounds,
+            own,
+            num_samples=num,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            name=name,
+            cache_folder=folder,
         )
         of_split = num_samples[SPLITS.index(name)]
         at_once = None if evaluation is None or num is None else -(-num * evaluation.num_samples // of_split)
@@ -149,15 +169,28 @@ def build_bert_datasets(
     from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions, MockBERTDataset
     from megatron_sp.data.bert_index import left_out
 
-    options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
+    options = BERTOptions(
+        seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences
+    )
     notes: list[str] = []
 
-    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
+    def from_file(
+        indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int
+    ) -> FileDataset:
         own = replace(options, seed=_seed_of(seed, turn))
-        if words := left_out(indexed.document_index[bounds[0] : bounds[1] + 1], indexed.sequence_lengths, own.rule.min_sentences):
+        if words := left_out(
+            indexed.document_index[bounds[0] : bounds[1] + 1], indexed.sequence_lengths, own.rule.min_sentences
+        ):
             notes.append(f"{indexed.prefix} ({name}): {words}")
         return BERTDataset(
-            indexed, bounds, own, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
+            indexed,
+            bounds,
+            own,
+            num_samples=num,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            name=name,
+            cache_folder=folder,
         )
 
     def mock(name: str, num: int) -> RowDataset:
@@ -203,7 +236,11 @@ _Made = list[list[tuple[str, RowDataset]]]  # of each split, the sets with their
 
 def _gathered(made: _Made, warnings: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> Datasets:
     train, valid, test = (sets[0][1] if sets else None for sets in made)
-    named = {split: tuple(NamedSet(*each) for each in sets) for split, sets in zip(SPLITS, made, strict=True) if len(sets) > 1}
+    named = {
+        split: tuple(NamedSet(*each) for each in sets)
+        for split, sets in zip(SPLITS, made, strict=True)
+        if len(sets) > 1
+    }
     return Datasets(train, valid, test, warnings, notes, named)
 
 
@@ -233,7 +270,9 @@ class _Builder:
 
             self.groups = tuple(map(read_groups, texts))
         if not data.data_path and not any(self.own_paths) and not any(texts):
-            raise ConfigError("there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens")
+            raise ConfigError(
+                "there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens"
+            )
         if data.data_path and any(self.own_paths):
             raise ConfigError("--data-path and --train/valid/test-data-path exclude each other: give one or the other")
 
@@ -247,13 +286,25 @@ class _Builder:
             return []
         if self.data.multiple_validation_sets and name != "train" and not self.data.data_path:
             wanted = self._wanted(split, num_samples)
-            return [(set_name, self._single(prefix, split, wanted)) for set_name, prefix in zip(_names(paths), paths, strict=True)]
+            return [
+                (set_name, self._single(prefix, split, wanted))
+                for set_name, prefix in zip(_names(paths), paths, strict=True)
+            ]
         from megatron_sp.data.blend import normalized, parse_blend, samples_per_set
 
         blend = parse_blend(paths, "--data-path" if self.data.data_path else f"--{name}-data-path")
         if len(blend.prefixes) > 1:
-            return [("", self._by_weight(blend, split, num_samples) if blend.weights else self._by_size(blend, split, num_samples))]
-        if blend.weights and self.data.data_path:  # a blend of one data set asks for a blend's surplus, which may take another epoch
+            return [
+                (
+                    "",
+                    self._by_weight(blend, split, num_samples)
+                    if blend.weights
+                    else self._by_size(blend, split, num_samples),
+                )
+            ]
+        if (
+            blend.weights and self.data.data_path
+        ):  # a blend of one data set asks for a blend's surplus, which may take another epoch
             (num_samples,) = samples_per_set(normalized(blend.weights), num_samples)
         return [("", self._single(blend.prefixes[0], split, self._wanted(split, num_samples)))]
 
@@ -288,7 +339,9 @@ class _Builder:
         if share is not None:
             bounds = round(share[0] * float(units)), round(share[1] * float(units))
             if bounds[0] == bounds[1]:
-                raise DataError(f"{indexed.prefix}: {share[0]:g}:{share[1]:g} of its {units} documents is none: give it a larger share")
+                raise DataError(
+                    f"{indexed.prefix}: {share[0]:g}:{share[1]:g} of its {units} documents is none: give it a larger share"
+                )
         folder = self.data.data_cache_path or os.path.join(os.path.dirname(indexed.prefix), _CACHE_FOLDER)
         return self.from_file(indexed, bounds, num_samples, SPLITS[split], folder, turn)
 
@@ -315,7 +368,9 @@ class _Builder:
         while not passes or (num_samples > 0 and not once):
             datasets = [self._single(prefix, split, None, turn=len(passes)) for prefix in blend.prefixes]
             sizes = [len(d) for d in datasets]
-            passes.append(self._mixed(datasets, normalized(sizes), sum(sizes) if once else min(num_samples, sum(sizes))))
+            passes.append(
+                self._mixed(datasets, normalized(sizes), sum(sizes) if once else min(num_samples, sum(sizes)))
+            )
             num_samples -= sum(sizes)
         return passes[0] if len(passes) == 1 else ChainedDataset(passes)
 

@@ -85,7 +85,9 @@ def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = 
     """
     path = Path(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # read_text would take a carriage return within a cell for the end of a line
+        text = path.read_bytes().decode(
+            "utf-8-sig"
+        )  # read_text would take a carriage return within a cell for the end of a line
     except FileNotFoundError:
         raise DataError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -170,19 +172,25 @@ def _json_value(path: Path, number: int, load: Callable[[], dict[str, object]], 
     rows = load()
     value = rows.get(str(key))
     if value is None or isinstance(value, (dict, list)) or value != value:  # pandas writes NaN for missing values
-        raise BadLineError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(rows) or 'nothing'}")
+        raise BadLineError(
+            f"{path} line {number} has no text or number under '{key}': it has {', '.join(rows) or 'nothing'}"
+        )
     text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON spells it
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadLineError(f"{path} line {number}: the value of '{key}' is not text: it has half of a surrogate pair") from None
+        raise BadLineError(
+            f"{path} line {number}: the value of '{key}' is not text: it has half of a surrogate pair"
+        ) from None
     return text
 
 
 def _example(path: Path, number: int, get: Callable[[str | int], str], table: TextTable) -> Example:
     second = None if table.second is None else get(table.second)
     group = None if table.group is None else get(table.group)
-    label = " ".join(get(table.label).split())  # a label is written on one line of predictions.tsv, and JSON allows line ends
+    label = " ".join(
+        get(table.label).split()
+    )  # a label is written on one line of predictions.tsv, and JSON allows line ends
     if not label:
         raise BadLineError(f"{path} line {number} has no label")
     if table.labels is not None and label not in table.labels:
@@ -194,7 +202,9 @@ def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
     """Return the class labels in the order of their ids. Raises DataError: there is only one class."""
     labels = table.labels or tuple(sorted({example.label for example in examples}))
     if len(labels) < 2:
-        raise DataError(f"all training examples have one label, '{', '.join(labels)}': classification takes at least two")
+        raise DataError(
+            f"all training examples have one label, '{', '.join(labels)}': classification takes at least two"
+        )
     return labels
 
 
@@ -202,7 +212,9 @@ def check_labels(labels: Sequence[str], examples: Sequence[Example]) -> None:
     """Check that the label of every example is one of ``labels``. Raises DataError."""
     unknown = sorted({example.label for example in examples} - set(labels))
     if unknown:
-        raise DataError(f"labels that the training examples do not have: {', '.join(unknown)}; they have {', '.join(labels)}")
+        raise DataError(
+            f"labels that the training examples do not have: {', '.join(unknown)}; they have {', '.join(labels)}"
+        )
 
 
 class ClassificationDataset:
@@ -220,11 +232,19 @@ class ClassificationDataset:
     """
 
     def __init__(
-        self, examples: Sequence[Example], labels: Sequence[str], tokenizer: Tokenizer, seq_length: int, *, multiple_of: int = 1
+        self,
+        examples: Sequence[Example],
+        labels: Sequence[str],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        *,
+        multiple_of: int = 1,
     ) -> None:
         self._special = special_tokens(tokenizer)
         if seq_length < _LEAST_LENGTH:
-            raise ConfigError(f"seq_length ({seq_length}) leaves no room for text: --seq-length must be at least {_LEAST_LENGTH}")
+            raise ConfigError(
+                f"seq_length ({seq_length}) leaves no room for text: --seq-length must be at least {_LEAST_LENGTH}"
+            )
         check_labels(labels, examples)
         self.examples, self._tokenizer, self._seq_length = list(examples), tokenizer, seq_length
         self._labels = [labels.index(example.label) for example in examples]
@@ -284,7 +304,9 @@ def confusion(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> np.nd
     return confusion
 
 
-def scores(predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], groups: Sequence[str | None] = ()) -> dict[str, float]:
+def scores(
+    predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], groups: Sequence[str | None] = ()
+) -> dict[str, float]:
     """Compute classification metrics.
 
     Args:

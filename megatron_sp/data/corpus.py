@@ -76,7 +76,9 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
         DiskError: the file cannot be written; an existing one is left unchanged.
     """
     if max_bytes is not None and max_bytes < LEAST_BYTES:
-        raise ConfigError(f"--max-bytes ({max_bytes}) must be at least {LEAST_BYTES}: less text than that teaches nothing")
+        raise ConfigError(
+            f"--max-bytes ({max_bytes}) must be at least {LEAST_BYTES}: less text than that teaches nothing"
+        )
     documents = gather(stdlib)
     num_bytes = sum(len(d.text.encode()) for d in documents)
     if num_bytes < LEAST_BYTES:
@@ -121,9 +123,16 @@ def _topics() -> Iterator[Document]:
 
 def _sources(stdlib: Path) -> Iterator[Document]:
     for folder, subfolders, files in os.walk(stdlib):
-        subfolders[:] = sorted(name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-"))
+        subfolders[:] = sorted(
+            name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")
+        )
         for name in sorted(files):
             path = Path(folder, name)
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):  # that one holds this machine's build paths
+            if name.endswith(".py") and not name.startswith(
+                "_sysconfigdata"
+            ):  # that one holds this machine's build paths
                 with contextlib.suppress(UnicodeDecodeError, OSError):
-                    yield Document(f"lib/{path.relative_to(stdlib).as_posix()}", path.read_bytes().decode("utf-8").replace("\r\n", "\n"))
+                    yield Document(
+                        f"lib/{path.relative_to(stdlib).as_posix()}",
+                        path.read_bytes().decode("utf-8").replace("\r\n", "\n"),
+                    )

@@ -90,7 +90,11 @@ def check_document_ends(stretches: Sequence[Stretch], eod: int, flags: Sequence[
             f" --append-eod; or, if another id ends documents in these data, name it: --eod-id {'ID' if end_id is None else end_id}; or"
             f" leave {'the flags' if len(flags) > 1 else 'the flag'} out"
         )
-    notes = [f"{about}. {ends.words()}: taken for pieces of documents, with the id inside" for ends in misfits if _are_pieces(ends)]
+    notes = [
+        f"{about}. {ends.words()}: taken for pieces of documents, with the id inside"
+        for ends in misfits
+        if _are_pieces(ends)
+    ]
     warnings = [
         f"{about}. {ends.words()}: such documents run into the next one, if they are not pieces of one (megatron-sp preprocess"
         " --append-eod puts the id at each end)"

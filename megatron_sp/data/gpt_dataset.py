@@ -67,7 +67,13 @@ class GPTDataset:
         self, indexed: IndexedDataset, bounds: tuple[int, int], options: GPTOptions, *, num_samples: int | None, tokenizer: Tokenizer,
         vocab_size: int | None = None, name: str = "train", cache_folder: str | Path | None = None,
     ) -> None:  # fmt: skip
-        from megatron_sp.data.gpt_index import GPTIndex, build_gpt_index, plan_epochs, sample_index_dtype, shuffle_index_dtype
+        from megatron_sp.data.gpt_index import (
+            GPTIndex,
+            build_gpt_index,
+            plan_epochs,
+            sample_index_dtype,
+            shuffle_index_dtype,
+        )
         from megatron_sp.data.index_cache import cached_arrays
 
         seq_length, seed = options.seq_length, options.seed
@@ -125,7 +131,9 @@ class GPTDataset:
         lengths = self.indexed.sequence_lengths[sequences].astype(np.int64)
         lengths[-1] = end  # the token there is the last label, which is no input
         lengths[0] -= start
-        if len(self.indexed) != self.indexed.document_index.size - 1:  # sentences: only a document's last one ends with the token
+        if (
+            len(self.indexed) != self.indexed.document_index.size - 1
+        ):  # sentences: only a document's last one ends with the token
             bounds = self.indexed.document_index
             ends = bounds[np.searchsorted(bounds, sequences, side="right")] == sequences + 1
             lengths = np.add.reduceat(lengths, np.concatenate([[0], np.flatnonzero(ends[:-1]) + 1]))
@@ -192,12 +200,16 @@ class BlendedDataset:
         DataError: the blend needs more samples of a set than it has.
     """
 
-    def __init__(self, datasets: Sequence[FileDataset], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray) -> None:
+    def __init__(
+        self, datasets: Sequence[FileDataset], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray
+    ) -> None:
         self.datasets, self.sets, self.samples = datasets, sets, samples
         self._fingerprint = hash_of(kind="blend-1", weights=weights.tolist(), sets=[d.fingerprint() for d in datasets])
         for d, count in enumerate(np.bincount(sets, minlength=len(datasets)).tolist()):
             if count > len(datasets[d]):
-                raise DataError(f"{datasets[d].indexed.prefix}: the blend needs {count} samples of it, it has {len(datasets[d])}")
+                raise DataError(
+                    f"{datasets[d].indexed.prefix}: the blend needs {count} samples of it, it has {len(datasets[d])}"
+                )
 
     def __len__(self) -> int:
         return len(self.sets)
@@ -331,7 +343,9 @@ class MockGPTDataset:
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        random = np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, 0, i]))  # 2**192 numbers for each sample
+        random = np.random.Generator(
+            np.random.Philox(key=self._key, counter=[0, 0, 0, i])
+        )  # 2**192 numbers for each sample
         uniform = random.random((2, self.seq_length + 1))
         steps = _STEPS[np.searchsorted(_CUMULATIVE, uniform[0], side="right")]
         start = int(random.random() * self._ring.size)
@@ -341,7 +355,11 @@ class MockGPTDataset:
 
     def document_lengths(self, i: int) -> np.ndarray:
         """Return the tokens of each document in sample ``i``, int64; here the sample has to be drawn for it."""
-        return np.bincount(document_numbers(self[i]["tokens"], self._eod)) if self._eod is not None else np.array([self.seq_length])
+        return (
+            np.bincount(document_numbers(self[i]["tokens"], self._eod))
+            if self._eod is not None
+            else np.array([self.seq_length])
+        )
 
     def fingerprint(self) -> str:
         return self._fingerprint

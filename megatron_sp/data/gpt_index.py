@@ -82,7 +82,9 @@ def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or not all(0 <= w < float("inf") for w in weights) or sum(weights) <= 0:
-        raise ConfigError(f"split ('{split}') must be up to three numbers of at least 0, not all 0, joined by commas, such as 969,30,1")
+        raise ConfigError(
+            f"split ('{split}') must be up to three numbers of at least 0, not all 0, joined by commas, such as 969,30,1"
+        )
     weights += [0.0] * (3 - len(weights))
     total = float(np.sum(np.array(weights)))
     edges = [0.0]
@@ -124,7 +126,9 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
     for start in range(1, num_samples + 1, _CHUNK):  # the temporaries are int64: keep them small beside the result
         stop = min(start + _CHUNK, num_samples + 1)
         token = np.arange(start, stop, dtype=np.int64) * seq_length
-        position = np.searchsorted(ends, token, side="right")  # the first entry that ends after this token; empty ones never do
+        position = np.searchsorted(
+            ends, token, side="right"
+        )  # the first entry that ends after this token; empty ones never do
         cuts[start:stop, 0] = position
         cuts[start:stop, 1] = token - (ends[position] - lengths[document[position]])
     return cuts

@@ -153,9 +153,13 @@ def read_header(fd: int, path: str) -> Header:
             " create it again with megatron-sp preprocess, or convert it with the tools that wrote it"
         )
     if start[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{path}: byte offset 0: expected the magic {MAGIC!r}, found {start[: len(MAGIC)]!r}: not an index of a data set")
+        raise DataError(
+            f"{path}: byte offset 0: expected the magic {MAGIC!r}, found {start[: len(MAGIC)]!r}: not an index of a data set"
+        )
     if len(start) < HEADER.size:
-        raise DataError(f"{path}: byte offset {len(start)}: the header ends here, expected {HEADER.size} bytes: the file is cut off")
+        raise DataError(
+            f"{path}: byte offset {len(start)}: the header ends here, expected {HEADER.size} bytes: the file is cut off"
+        )
     _, version, code, num_sequences, num_entries = HEADER.unpack(start)
     if version != VERSION:
         raise DataError(f"{path}: byte offset 9: expected version {VERSION}, found {version}")
@@ -166,14 +170,20 @@ def read_header(fd: int, path: str) -> Header:
     if num_sequences > MAX_COUNT:
         raise DataError(f"{path}: byte offset 18: {num_sequences} sequences cannot be right: the file has {size} bytes")
     if num_entries > MAX_COUNT or num_entries < 1:
-        raise DataError(f"{path}: byte offset 26: a document index of {num_entries} entries cannot be right: the file has {size} bytes")
+        raise DataError(
+            f"{path}: byte offset 26: a document index of {num_entries} entries cannot be right: the file has {size} bytes"
+        )
     header = Header(DTYPES[code], num_sequences, num_entries)
     if size != header.file_size:
         modes = size == header.file_size + num_sequences
         raise DataError(
             f"{path}: byte offset {min(size, header.file_size)}: expected {header.file_size} bytes for {num_sequences} sequences and"
             f" {num_entries} document entries, found {size}: "
-            + ("one more byte per sequence means images and text, which is not supported" if modes else "the file is cut off or damaged")
+            + (
+                "one more byte per sequence means images and text, which is not supported"
+                if modes
+                else "the file is cut off or damaged"
+            )
         )
     return header
 
@@ -190,7 +200,9 @@ def check_arrays(path: str, header: Header, lengths: np.ndarray, pointers: np.nd
     """
     if lengths.size and int(lengths.min()) < 0:
         i = int(np.argmax(lengths < 0))
-        raise DataError(f"{path}: byte offset {header.lengths_at + 4 * i}: sequence {i} has length {lengths[i]}: expected 0 or more")
+        raise DataError(
+            f"{path}: byte offset {header.lengths_at + 4 * i}: sequence {i} has length {lengths[i]}: expected 0 or more"
+        )
     ends = np.cumsum(lengths, dtype=np.int64)
     ends *= header.dtype.itemsize
     if lengths.size:
@@ -208,10 +220,14 @@ def check_arrays(path: str, header: Header, lengths: np.ndarray, pointers: np.nd
 
 def _check_documents(path: str, header: Header, documents: np.ndarray) -> None:
     if documents[0] != 0:
-        raise DataError(f"{path}: byte offset {header.documents_at}: the first document starts at sequence {documents[0]}: expected 0")
+        raise DataError(
+            f"{path}: byte offset {header.documents_at}: the first document starts at sequence {documents[0]}: expected 0"
+        )
     if documents[-1] != header.num_sequences:
         at = header.documents_at + 8 * (documents.size - 1)
-        raise DataError(f"{path}: byte offset {at}: the document index ends at {documents[-1]}: expected {header.num_sequences} sequences")
+        raise DataError(
+            f"{path}: byte offset {at}: the document index ends at {documents[-1]}: expected {header.num_sequences} sequences"
+        )
     falls = documents[1:] < documents[:-1]
     if falls.any():
         i = int(np.argmax(falls)) + 1

@@ -90,7 +90,9 @@ def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arr
 def _load_one(path: Path, checksum: object, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     try:
         open_readable(path).close()
-        array: np.ndarray = np.lib.format.open_memmap(path, mode="r")  # not np.load: that takes archives and pickles as well
+        array: np.ndarray = np.lib.format.open_memmap(
+            path, mode="r"
+        )  # not np.load: that takes archives and pickles as well
     except OSError:
         raise
     except Exception as error:  # a damaged header: whatever the parser and the tokenizer of this Python raise

@@ -58,7 +58,9 @@ class IndexedDataset:
             header = self._header
             self._lengths = read_array(fd, header.lengths_at, header.num_sequences, np.dtype("<i4"), self.idx_path)
             self._pointers = read_array(fd, header.pointers_at, header.num_sequences, np.dtype("<i8"), self.idx_path)
-            self._documents = read_array(fd, header.documents_at, header.num_document_entries, np.dtype("<i8"), self.idx_path)
+            self._documents = read_array(
+                fd, header.documents_at, header.num_document_entries, np.dtype("<i8"), self.idx_path
+            )
         finally:
             os.close(fd)
         expected = check_arrays(self.idx_path, header, self._lengths, self._pointers, self._documents)
@@ -167,7 +169,9 @@ class IndexedDataset:
     def _report_bad_token(self, tokens: np.ndarray, start: int, limit: int) -> None:
         position = start + int(np.argmax((tokens >= limit) | (tokens < 0)))
         at = position * self.dtype.itemsize
-        i = int(np.searchsorted(self._pointers, at, side="right")) - 1  # the last of several that start here: the others are empty
+        i = (
+            int(np.searchsorted(self._pointers, at, side="right")) - 1
+        )  # the last of several that start here: the others are empty
         offset = position - int(self._pointers[i]) // self.dtype.itemsize
         self.check_tokens(tokens[position - start : position - start + 1], i, offset, limit)
 
@@ -188,7 +192,9 @@ class IndexedDataset:
         return self._digest
 
 
-def _in_turn(pool: ThreadPoolExecutor, work: Callable[[bytes | bytearray], object]) -> Callable[[bytes | bytearray], None]:
+def _in_turn(
+    pool: ThreadPoolExecutor, work: Callable[[bytes | bytearray], object]
+) -> Callable[[bytes | bytearray], None]:
     # a function that runs ``work`` on one item at a time in the pool's thread; at most two items are in memory
     under_way: list[Future[object]] = []
 

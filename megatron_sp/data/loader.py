@@ -56,7 +56,9 @@ class BatchLoader:
         num_workers: int = 0, pin_memory: bool = False, digests: bool = False, deal_rows: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         if micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
-            raise ValueError(f"micro_batch_size ({micro_batch_size}) must be at least 1 and dp_rank ({dp_rank}) below dp_size ({dp_size})")
+            raise ValueError(
+                f"micro_batch_size ({micro_batch_size}) must be at least 1 and dp_rank ({dp_rank}) below dp_size ({dp_size})"
+            )
         self.dataset, self.order, self.seed, self.pin_memory = dataset, order, seed, pin_memory
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers > 0 else None
@@ -95,7 +97,9 @@ class BatchLoader:
 
     def global_sample_ids(self, consumed_samples: int, num_microbatches: int) -> np.ndarray:
         """Return the ids of the global batch of all ranks, int64, in order; the same on every rank."""
-        return next_ids(self.order, consumed_samples, self.samples_per_step(num_microbatches), len(self.dataset), self.seed)
+        return next_ids(
+            self.order, consumed_samples, self.samples_per_step(num_microbatches), len(self.dataset), self.seed
+        )
 
     def close(self) -> None:
         """Stop the threads and discard prefetched batches."""
@@ -107,7 +111,9 @@ class BatchLoader:
     def __enter__(self) -> BatchLoader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _my_places(self, ids: np.ndarray) -> np.ndarray:
@@ -118,7 +124,9 @@ class BatchLoader:
     def _submit(self, consumed_samples: int, num_microbatches: int) -> list[Future[Batch]]:
         assert self._pool is not None
         ids = self.global_sample_ids(consumed_samples, num_microbatches)
-        own_places = self._pool.submit(self._my_places, ids)  # before its batches in the queue: none of them waits for it in vain
+        own_places = self._pool.submit(
+            self._my_places, ids
+        )  # before its batches in the queue: none of them waits for it in vain
         return [self._pool.submit(self._dealt_batch, ids, own_places, index) for index in range(num_microbatches)]
 
     def _dealt_batch(self, ids: np.ndarray, mine: Future[np.ndarray], index: int) -> Batch:
@@ -190,7 +198,9 @@ def cyclic_ids(consumed: int, count: int, total: int, seed: int) -> np.ndarray:
 @functools.lru_cache(maxsize=2)
 def epoch_permutation(total: int, seed: int, epoch: int) -> np.ndarray:
     # the permutation of an epoch, int64 [total], read-only; it never changes, as numpy has frozen RandomState's streams
-    permutation = np.random.RandomState(np.array([seed & 0xFFFFFFFF, epoch & 0xFFFFFFFF, epoch >> 32], np.uint32)).permutation(total)
+    permutation = np.random.RandomState(
+        np.array([seed & 0xFFFFFFFF, epoch & 0xFFFFFFFF, epoch >> 32], np.uint32)
+    ).permutation(total)
     permutation.flags.writeable = False
     return permutation
 
@@ -202,5 +212,7 @@ def deal(ids: np.ndarray, micro_batch_size: int, dp_rank: int, dp_size: int) -> 
         ValueError: the batch does not divide into whole micro-batches, or there is no such rank.
     """
     if ids.size % (micro_batch_size * dp_size) or not 0 <= dp_rank < dp_size:
-        raise ValueError(f"cannot deal {ids.size} samples to rank {dp_rank} of {dp_size} in micro-batches of {micro_batch_size}")
+        raise ValueError(
+            f"cannot deal {ids.size} samples to rank {dp_rank} of {dp_size} in micro-batches of {micro_batch_size}"
+        )
     return ids.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]

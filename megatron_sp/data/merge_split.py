@@ -56,7 +56,9 @@ def split_dataset(prefix: str, weights: Sequence[float], outputs: Sequence[str])
         DataError, DiskError: as for ``merge_datasets``.
     """
     if len(weights) != len(outputs):
-        raise ConfigError(f"--weights has {len(weights)} numbers and --output {len(outputs)} names: one weight for each")
+        raise ConfigError(
+            f"--weights has {len(weights)} numbers and --output {len(outputs)} names: one weight for each"
+        )
     if not all(math.isfinite(w) and w > 0 for w in weights) or not math.isfinite(sum(weights)):
         raise ConfigError(f"--weights {','.join(f'{w:g}' for w in weights)}: weights are numbers above 0")
     if len(set(map(os.path.abspath, outputs))) < len(outputs):
@@ -67,7 +69,9 @@ def split_dataset(prefix: str, weights: Sequence[float], outputs: Sequence[str])
     ends = [round(count * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     for output, (first, last) in zip(outputs, pairwise([0, *ends]), strict=True):
         if first == last:
-            raise ConfigError(f"{source.prefix} has {count} documents: by these weights {output} would get none of them")
+            raise ConfigError(
+                f"{source.prefix} has {count} documents: by these weights {output} would get none of them"
+            )
     written = []
     for output, (first, last) in zip(outputs, pairwise([0, *ends]), strict=True):
         make_folder(output)
@@ -96,7 +100,9 @@ def _require_all_parts(names: list[str]) -> None:
         missing = sorted(set(range(1, count + 1)) - set(numbers))
         if missing:
             shown = ", ".join(f"{name}-{i:05d}-of-{count:05d}" for i in missing[:4])
-            raise ConfigError(f"{len(missing)} of the {count} parts of {name} are missing: {shown}{', ...' if len(missing) > 4 else ''}")
+            raise ConfigError(
+                f"{len(missing)} of the {count} parts of {name} are missing: {shown}{', ...' if len(missing) > 4 else ''}"
+            )
         if numbers != sorted(numbers):
             raise ConfigError(
                 f"the parts of {name} are not in order ({', '.join(map(str, numbers[:8]))}): give them in that of their numbers"
@@ -129,7 +135,9 @@ def document_tokens(dataset: IndexedDataset, number: int) -> Iterator[list[int]]
     count = len(dataset.document_index) - 1
     if not 0 <= number < count:
         raise ConfigError(
-            f"--document {number}: {dataset.prefix} has documents 0 to {count - 1}" if count else f"{dataset.prefix} is empty"
+            f"--document {number}: {dataset.prefix} has documents 0 to {count - 1}"
+            if count
+            else f"{dataset.prefix} is empty"
         )
     for i in range(int(dataset.document_index[number]), int(dataset.document_index[number + 1])):
         yield dataset.get(i).tolist()

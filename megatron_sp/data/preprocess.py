@@ -124,7 +124,9 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
     """
     tokenizer = _check(options)
     began = time.monotonic()
-    report = PreprocessReport(num_tokens=dict.fromkeys(options.json_keys, 0), num_sequences=dict.fromkeys(options.json_keys, 0))
+    report = PreprocessReport(
+        num_tokens=dict.fromkeys(options.json_keys, 0), num_sequences=dict.fromkeys(options.json_keys, 0)
+    )
     report.begin = tokenizer.begin
     bytes_total = input_bytes(options.inputs) // options.part.count
     bytes_read = 0
@@ -133,7 +135,9 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
         for key in options.json_keys:
             unit = "sentence" if options.split_sentences else "document"
             report.outputs[key] = f"{options.output_prefix}_{key}_{unit}{options.part.suffix}"
-            writers[key] = stack.enter_context(IndexedDatasetWriter(report.outputs[key], vocab_size=tokenizer.vocab_size))
+            writers[key] = stack.enter_context(
+                IndexedDatasetWriter(report.outputs[key], vocab_size=tokenizer.vocab_size)
+            )
         for encoded in _encode_all(options, tokenizer):
             for key, writer in writers.items():
                 writer.add_documents(encoded.tokens[key], encoded.lengths[key], encoded.num_sequences[key])
@@ -162,7 +166,9 @@ def _check(options: PreprocessOptions) -> Tokenizer:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: each key once")
     check_inputs(options.inputs, options.input_format, options.json_keys, options.part)
     if options.bos and options.split_sentences:
-        raise ConfigError("--bos is for GPT's documents, and --split-sentences for BERT, whose samples begin with [CLS]: leave one out")
+        raise ConfigError(
+            "--bos is for GPT's documents, and --split-sentences for BERT, whose samples begin with [CLS]: leave one out"
+        )
     make_folder(options.output_prefix)
     return _tokenizer_of(options)
 
@@ -233,7 +239,11 @@ def _encode_in_worker(chunk: TextChunk) -> Encoded:
 
 def _chunks(options: PreprocessOptions) -> Iterator[TextChunk]:
     return read_chunks(
-        options.inputs, input_format=options.input_format, text_unit=options.text_unit, keys=options.json_keys, part=options.part
+        options.inputs,
+        input_format=options.input_format,
+        text_unit=options.text_unit,
+        keys=options.json_keys,
+        part=options.part,
     )
 
 
@@ -241,7 +251,9 @@ def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[En
     if options.workers == 1:
         yield from map(Encoder(options, tokenizer), _chunks(options))
         return
-    pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(options,))
+    pool = ProcessPoolExecutor(
+        options.workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(options,)
+    )
     waiting: deque[Future[Encoded]] = deque()
     try:
         for chunk in _chunks(options):
@@ -251,7 +263,9 @@ def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[En
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise DataError("a worker process died (killed, or out of memory): nothing is written; try fewer --workers") from error
+        raise DataError(
+            "a worker process died (killed, or out of memory): nothing is written; try fewer --workers"
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -64,7 +64,12 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
     Raises:
         DataError: there are too few classes or passages.
     """
-    labelled = [(section, passage) for source, text in documents if (section := section_of(source)) for passage in passages(text)]
+    labelled = [
+        (section, passage)
+        for source, text in documents
+        if (section := section_of(source))
+        for passage in passages(text)
+    ]
     times = Counter(line for _, passage in labelled for line in _telling_lines(passage))
     of: dict[str, list[str]] = {}
     for section, passage in labelled:

@@ -113,15 +113,21 @@ def check_inputs(paths: Iterable[str], input_format: InputFormat, keys: tuple[st
     for path in paths:
         _check_input(path, input_format, part)
         if not is_json(path, input_format) and keys != ("text",):
-            raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or give --input-format jsonl")
+            raise ConfigError(
+                f"{path} is plain text, which has no keys: leave --json-keys out, or give --input-format jsonl"
+            )
 
 
 def _check_input(path: str, input_format: InputFormat, part: Part) -> None:
     if path == STDIN:
         if input_format == "auto":
-            raise ConfigError("--input - is standard input, which has no name to tell its format by: add --input-format jsonl or text")
+            raise ConfigError(
+                "--input - is standard input, which has no name to tell its format by: add --input-format jsonl or text"
+            )
         if part.count > 1:
-            raise ConfigError(f"--part {part.index}/{part.count}: standard input cannot be read in parts; write it to a file first")
+            raise ConfigError(
+                f"--part {part.index}/{part.count}: standard input cannot be read in parts; write it to a file first"
+            )
         return
     if not os.path.exists(path):
         raise DataError(f"{path}: no such input file")
@@ -229,7 +235,11 @@ def bad_line(chunk: TextChunk, line: int, error: Exception) -> DataError:
 
 
 def read_texts(
-    paths: Iterable[str], *, input_format: InputFormat = "auto", keys: tuple[str, ...] = ("text",), skip_bad_lines: bool = False
+    paths: Iterable[str],
+    *,
+    input_format: InputFormat = "auto",
+    keys: tuple[str, ...] = ("text",),
+    skip_bad_lines: bool = False,
 ) -> Iterator[list[str]]:
     """Yield the texts of each document of the inputs, in order; plain text is read by paragraphs.
 
@@ -282,7 +292,9 @@ def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
     at = start
     if start > 0:
         file.seek(start - 1)
-        at += len(file.readline()) - 1  # skip the rest of a line that began before the part, or the line end just before it
+        at += (
+            len(file.readline()) - 1
+        )  # skip the rest of a line that began before the part, or the line end just before it
     while at < stop and (line := file.readline()):
         at += len(line)
         yield line
@@ -425,7 +437,9 @@ def _files_of_folder(path: str) -> list[str]:
     folder, state = Path(path), Path(path) / "state.json"
     if (folder / "dataset_dict.json").is_file():
         parts = sorted(child.name for child in folder.iterdir() if (child / "state.json").is_file())
-        raise DataError(f"{path} holds several data sets: name one of them, {', '.join(os.path.join(path, name) for name in parts[:8])}")
+        raise DataError(
+            f"{path} holds several data sets: name one of them, {', '.join(os.path.join(path, name) for name in parts[:8])}"
+        )
     try:
         with open(state, "rb") as file:
             dataset_state = parse_object(file.read(_MAX_STATE_BYTES), str(state))
@@ -436,12 +450,25 @@ def _files_of_folder(path: str) -> list[str]:
     except ReportedError as error:
         raise DataError(str(error)) from None
     files = dataset_state.get("_data_files")
-    names = [item.get("filename") if isinstance(item, dict) else None for item in files] if isinstance(files, list) else [None]
+    names = (
+        [item.get("filename") if isinstance(item, dict) else None for item in files]
+        if isinstance(files, list)
+        else [None]
+    )
     if dataset_state.get("_indices_data_files"):
-        raise DataError(f"{path}: its rows are in the order of an index of their own: call flatten_indices() and save it again")
+        raise DataError(
+            f"{path}: its rows are in the order of an index of their own: call flatten_indices() and save it again"
+        )
     for name in names:
-        if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".arrow") or not (folder / name).is_file():
-            raise DataError(f"{state} does not name the Arrow files of a data set: it is damaged, or of another program")
+        if (
+            not isinstance(name, str)
+            or name != os.path.basename(name)
+            or not name.endswith(".arrow")
+            or not (folder / name).is_file()
+        ):
+            raise DataError(
+                f"{state} does not name the Arrow files of a data set: it is damaged, or of another program"
+            )
     return [str(folder / str(name)) for name in names]
 
 
@@ -464,7 +491,10 @@ def _module(name: str) -> Any:
 
 def _read_errors() -> tuple[type[Exception], ...]:
     # the exceptions that the loaded readers raise for damaged files; gzip's own errors are OSErrors
-    errors = [getattr(sys.modules.get(module), name, None) for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))]
+    errors = [
+        getattr(sys.modules.get(module), name, None)
+        for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))
+    ]
     return (OSError, EOFError, zlib.error, *(kind for kind in errors if isinstance(kind, type)))
 
 

@@ -51,7 +51,9 @@ class IndexedDatasetWriter:
         ValueError: neither ``vocab_size`` nor ``dtype`` is given, or the dtype is not a supported integer type.
     """
 
-    def __init__(self, prefix: str | Path, *, vocab_size: int | None = None, dtype: np.dtype | type | None = None) -> None:
+    def __init__(
+        self, prefix: str | Path, *, vocab_size: int | None = None, dtype: np.dtype | type | None = None
+    ) -> None:
         if dtype is None and vocab_size is None:
             raise ValueError("IndexedDatasetWriter needs vocab_size or dtype")
         self.dtype = np.dtype(dtype).newbyteorder("<") if dtype is not None else token_dtype(vocab_size or 0)
@@ -64,7 +66,10 @@ class IndexedDatasetWriter:
         self._documents = array("q", [0])
         self._hasher = hashlib.sha256()
         try:
-            self._final = {suffix: os.fspath(file_place(f"{self.prefix}{suffix}")) for suffix in (".bin", ".idx", digest_file.SUFFIX)}
+            self._final = {
+                suffix: os.fspath(file_place(f"{self.prefix}{suffix}"))
+                for suffix in (".bin", ".idx", digest_file.SUFFIX)
+            }
             self._temporary = {suffix: f"{path}.part-{os.getpid()}" for suffix, path in self._final.items()}
             self._bin: IO[bytes] = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close() or abort()
         except OSError as error:
@@ -176,7 +181,9 @@ class IndexedDatasetWriter:
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         else:
@@ -185,7 +192,9 @@ class IndexedDatasetWriter:
     def _write(self, ids: np.ndarray) -> None:
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self._limit):
             bad = int(ids[np.argmax((ids < 0) | (ids >= self._limit))])
-            raise DataError(f"{self.prefix}: token id {bad}: expected 0 to {self._limit - 1} (vocabulary, and dtype {self.dtype.name})")
+            raise DataError(
+                f"{self.prefix}: token id {bad}: expected 0 to {self._limit - 1} (vocabulary, and dtype {self.dtype.name})"
+            )
         try:
             contents = np.ascontiguousarray(ids, dtype=self.dtype).data
             self._bin.write(contents)
@@ -195,7 +204,9 @@ class IndexedDatasetWriter:
 
     def _extend(self, lengths: np.ndarray) -> None:
         if lengths.size and int(lengths.max()) > _MAX_LENGTH:
-            raise DataError(f"{self.prefix}: a sequence of {int(lengths.max())} tokens: the format allows {_MAX_LENGTH}")
+            raise DataError(
+                f"{self.prefix}: a sequence of {int(lengths.max())} tokens: the format allows {_MAX_LENGTH}"
+            )
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
 

@@ -56,9 +56,14 @@ class ContextForm:
             return tuple(tuple(of_rank[t - 1] for t in shifts) for of_rank in rows)
 
         packed = tuple(tuple(copied(i, t) for t in shifts) for i in range(c))
-        areas, shortest = tuple(map(plan.area, range(c))), min(stop - start for runs in plan.runs for start, stop in runs)
+        areas, shortest = (
+            tuple(map(plan.area, range(c))),
+            min(stop - start for runs in plan.runs for start, stop in runs),
+        )
         keys = tuple(sum(stop - start for start, stop in runs) for runs in plan.keys)
-        return cls(plan.lengths, tuple(shifts), of_shifts(sent), of_shifts(received), packed, areas, shortest, keys, plan)
+        return cls(
+            plan.lengths, tuple(shifts), of_shifts(sent), of_shifts(received), packed, areas, shortest, keys, plan
+        )
 
     def calls(self, rank: int, stage: int) -> list[tuple[int, int, PieceKind]]:
         """Return (queries, keys, kind) of the pieces of a stage; the rank's own is -1."""
@@ -99,7 +104,9 @@ class ContextForm:
             here = 0 if stage < 0 or keeps else self.received[rank][stage]
             return here + self._under_way(rank, stage, ahead, received=not keeps)
 
-        return tuple(max(held(rank, stage) for stage in range(-1, len(self.shifts))) for rank in range(len(self.lengths)))
+        return tuple(
+            max(held(rank, stage) for stage in range(-1, len(self.shifts))) for rank in range(len(self.lengths))
+        )
 
     def _under_way(self, rank: int, stage: int, ahead: int, *, received: bool = True) -> int:
         """Return the rows that are received while a rank computes a stage, its own being -1, and those copied to be sent."""
@@ -127,7 +134,10 @@ class ContextForm:
         for rank in range(len(self.lengths)):
             received, sent = self.received[rank], self.sent[rank]
             coming = [0 if keeps else self._under_way(rank, stage, ahead) for stage in range(-1, last + 1)]
-            back = [0, *(a + b for a, b in zip(received, sent, strict=True))]  # both ways of a gradient: of their rows, of mine
+            back = [
+                0,
+                *(a + b for a, b in zip(received, sent, strict=True)),
+            ]  # both ways of a gradient: of their rows, of mine
             most = max(coming[0], back[-1]) + kernel(rank, -1)
             for stage in range(last + 1):
                 here = 0 if keeps else received[stage]
@@ -171,11 +181,15 @@ def _form_of(mask: RowMask, cp_size: int, num_chunks: int | None) -> ContextForm
 def slice_forms(model: ModelConfig, parallel: ParallelConfig) -> tuple[ContextForm, ...]:
     """Return the exchanges of each slice of a row that goes through a pipeline slice by slice; with one cp rank there are none."""
     cost = pairs_per_position(model)
-    return _forms_of_slices(row_mask_of(model), parallel.context_parallel_size, parallel.cp_chunks, parallel.num_pipeline_slices, cost)
+    return _forms_of_slices(
+        row_mask_of(model), parallel.context_parallel_size, parallel.cp_chunks, parallel.num_pipeline_slices, cost
+    )
 
 
 @lru_cache(maxsize=64)
-def _forms_of_slices(mask: RowMask, cp_size: int, num_chunks: int | None, num_slices: int, cost: float) -> tuple[ContextForm, ...]:
+def _forms_of_slices(
+    mask: RowMask, cp_size: int, num_chunks: int | None, num_slices: int, cost: float
+) -> tuple[ContextForm, ...]:
     from megatron_sp.parallel.sequence_slices import cut_into_slices  # which a run without slices does without
 
     found = list[ContextForm]()

@@ -59,10 +59,14 @@ def even_rows(model: ModelConfig, ep: int, tokens: float, load: float = 1.0) -> 
         load: choices of this rank's experts, in those of the mean rank (--moe-worst-load); no more than all tokens can come.
     """
     assert model.num_experts
-    choices = min(tokens * model.moe_router_topk * load, ep * tokens * min(model.moe_router_topk, model.num_experts // ep))
+    choices = min(
+        tokens * model.moe_router_topk * load, ep * tokens * min(model.moe_router_topk, model.num_experts // ep)
+    )
     per_rank = tokens * ranks_of_token(model, ep) / ep
     coming = min(load * per_rank, tokens)
-    return RoutedRows(coming, (ep - 1) * per_rank, (ep - 1) * coming, choices, min(choices * ep / model.num_experts, ep * tokens))
+    return RoutedRows(
+        coming, (ep - 1) * per_rank, (ep - 1) * coming, choices, min(choices * ep / model.num_experts, ep * tokens)
+    )
 
 
 def ranks_of_token(model: ModelConfig, ep: int) -> float:
@@ -111,4 +115,8 @@ class RowBytes:
     def of(cls, width: int, top_k: int, element: int, weight: int) -> RowBytes:
         """Return the bytes of rows of ``width`` elements, whose weights take ``weight`` bytes each."""
         row = round_up(width * element, _ALIGN_BYTES)
-        return cls(row + round_up(top_k * (weight + 4), _ALIGN_BYTES), width * element, row + round_up(top_k * weight, _ALIGN_BYTES))
+        return cls(
+            row + round_up(top_k * (weight + 4), _ALIGN_BYTES),
+            width * element,
+            row + round_up(top_k * weight, _ALIGN_BYTES),
+        )

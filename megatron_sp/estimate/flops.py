@@ -29,11 +29,19 @@ def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tup
 
     ``head_share``: share of the tokens that the LM head processes: for BERT the masked ones.
     """
-    assert config.num_layers and config.hidden_size and config.num_attention_heads and config.vocab_size and config.seq_length
+    assert (
+        config.num_layers
+        and config.hidden_size
+        and config.num_attention_heads
+        and config.vocab_size
+        and config.seq_length
+    )
     heads_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_groups * config.head_dim
     qkv_and_proj = config.hidden_size * (heads_width + 2 * kv_width) + heads_width * config.hidden_size
-    dense = config.num_layers * qkv_and_proj + sum(mlp_sizes(config)) + head_share * config.hidden_size * config.vocab_size
+    dense = (
+        config.num_layers * qkv_and_proj + sum(mlp_sizes(config)) + head_share * config.hidden_size * config.vocab_size
+    )
     dense += head_share * config.hidden_size**2 if config.is_bert else 0
     scores = config.num_layers * 2 * config.seq_length * heads_width  # q k^T and probabilities times v
     return 2.0 * dense, 2.0 * scores

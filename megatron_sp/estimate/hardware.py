@@ -174,6 +174,10 @@ def _find(name: str, table: Mapping[str, _Entry], flag: str, more: Iterable[str]
         return table[name]
     names = [*table, *more]
     begun = [other for other in names if other.startswith(name.lower())]
-    near = begun or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5) or [n for n in names if n[:2] == name.lower()[:2]]
+    near = (
+        begun
+        or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+        or [n for n in names if n[:2] == name.lower()[:2]]
+    )
     meant = f": did you mean {' or '.join(near)}" if near else ""
     raise ConfigError(f"{flag} {name} is unknown{meant}{'?' if near else '.'} Known are {', '.join(names)}")

@@ -75,7 +75,9 @@ def _resident(form: RankForm, optimizer: str) -> tuple[Line, ...]:
     kept = zero.updated_params * shape.wide
     if shape.cuda and form.workload.parallel.offload_optimizer:
         kept = 0
-    data = shape.num_micro_batches * shape.micro_batch * shape.whole_length * (8 + 8 + 4 + 8 * form.workload.model.is_bert)
+    data = (
+        shape.num_micro_batches * shape.micro_batch * shape.whole_length * (8 + 8 + 4 + 8 * form.workload.model.is_bert)
+    )
     return (
         Line("parameters", zero.kept_params * shape.e), Line("buffers for whole parameters", zero.buffers * shape.e),
         Line("master weights", kept if shape.is_16_bit else 0),
@@ -97,7 +99,9 @@ def _optimizer_host(form: RankForm, optimizer: str) -> int:
 def _tables(form: RankForm) -> int:
     """Return the bytes of positions, rotary tables, dropout's token keys and sliding-window masks."""
     shape, model = form.shape, form.workload.model
-    rotary = shape.length * model.rotary_dim // 2 * 2 * max(4, shape.wide) if model.position_embedding_type == "rope" else 0
+    rotary = (
+        shape.length * model.rotary_dim // 2 * 2 * max(4, shape.wide) if model.position_embedding_type == "rope" else 0
+    )
     keys = 8 * (shape.all_tokens + shape.tp_seq_tokens) if shape.dropout or model.attention_dropout > 0 else 0
     return 8 * shape.length + rotary + keys + _window_masks(form)
 
@@ -105,7 +109,13 @@ def _tables(form: RankForm) -> int:
 def _window_masks(form: RankForm) -> int:
     """Return the bytes of the sliding-window mask that all tiles share; a GPU's kernels for 16 bits need none."""
     window, length, shape = form.workload.model.window_size, form.shape.length, form.shape
-    if (shape.cuda and shape.is_16_bit) or form.attention.uses_reference or window is None or window == 1 or window >= length:
+    if (
+        (shape.cuda and shape.is_16_bit)
+        or form.attention.uses_reference
+        or window is None
+        or window == 1
+        or window >= length
+    ):
         return 0
     tile = window_tile(window)
     return tile * round_up(window - 1 + tile, 16 if shape.cuda else 1) * shape.e

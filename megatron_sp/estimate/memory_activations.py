@@ -97,10 +97,17 @@ class ActivationForm:
         kept = list[Line]()
         for layers in self._alike:
             block_keeps = self.block_keeps(layers[0], again=False)
-            here = {line.name for line in block_keeps} - {line.name for line in self._stay_of_block(layers[0])} if self.offloads else set()
+            here = (
+                {line.name for line in block_keeps} - {line.name for line in self._stay_of_block(layers[0])}
+                if self.offloads
+                else set()
+            )
             stored = sum(not self._is_again(layer) for layer in layers)
             mine = (of_moved if self.shape.layers - 1 in layers else 0) if self.offloads else stored
-            kept += [Line(line.name, (mine if line.name in here else stored) * line.num_bytes) for line in merged(block_keeps)]
+            kept += [
+                Line(line.name, (mine if line.name in here else stored) * line.num_bytes)
+                for line in merged(block_keeps)
+            ]
         inside = [Line("inputs of recomputed blocks", inputs * self.shape.stream), self._results(recomputed)]
         moved = num_recomputed - len(recomputed)
         return [*merged(kept), *inside, Line(FOR_LATER, moved * self.attention.kept_keys), self.embedding_norm]
@@ -109,7 +116,8 @@ class ActivationForm:
     def _alike(self) -> list[list[int]]:
         """Layers that save the same: those without experts, and those with."""
         kinds = [
-            [layer for layer in range(self.shape.layers) if (self.shape.experts_of(layer) is not None) is has] for has in (False, True)
+            [layer for layer in range(self.shape.layers) if (self.shape.experts_of(layer) is not None) is has]
+            for has in (False, True)
         ]
         return [layers for layers in kinds if layers] or [[0]]
 
@@ -126,7 +134,9 @@ class ActivationForm:
         inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in chunks)
         stored = sum(self._block_total(i, again=False) for i in range(layer) if i not in recomputed)
         first = recomputed.get(layer, layer)
-        remade = sum(self._block_total(i, again=True) for i in range(first, layer))  # recomputed blocks of the same chunk
+        remade = sum(
+            self._block_total(i, again=True) for i in range(first, layer)
+        )  # recomputed blocks of the same chunk
         results = [i for i in range(first) if i in recomputed]
         return [
             Line("blocks below", stored + remade), Line("inputs of recomputed blocks", inputs * self.shape.stream),
@@ -220,7 +230,9 @@ class ActivationForm:
         first, _, again = self.stages[index]
         stay = sum(total(self._stay_of_block(below[0])) for below in self.stages[:index] if not below[2])
         stay += sum(last - first for first, last, again in self.stages[:index] if again) * self.attention.kept_keys
-        own = sum(self._block_total(i, again=again) for i in range(first, layer)) + (self.shape.stream if again and layer > first else 0)
+        own = sum(self._block_total(i, again=again) for i in range(first, layer)) + (
+            self.shape.stream if again and layer > first else 0
+        )
         coming = self._moves(self.stages[index - 1]) if index else 0
         return [
             Line("blocks below", own + stay), Line("block below, on its way from the host", coming),

@@ -86,7 +86,12 @@ class AttentionForm:
         one_chunk = parallel.overlap_mode == "auto" or (parallel.overlap_mode == "chunked" and model.norms_all_heads)
         mode: OverlapMode = "none" if one_chunk else parallel.overlap_mode  # type: ignore[assignment]
         self.chunks: Sequence[HeadChunk] = plan_heads(
-            self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2, pairs=shape.context is not None
+            self.queries_per_group,
+            groups,
+            shape.sp,
+            mode,
+            parallel.sp_head_chunks or 2,
+            pairs=shape.context is not None,
         )
         shares = [chunk.shares[0] for chunk in self.chunks]
         tokens = shape.padded * shape.all_tokens // shape.length
@@ -98,28 +103,48 @@ class AttentionForm:
             for chunk in self.chunks
         ]
         self.out_whole = shape.sp_tokens * self.proj_columns * shape.e
-        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or (self.uses_reference and shape.context is None)
+        self.joins = (
+            shape.sp > 1
+            or len(self.chunks) > 1
+            or shape.padded > shape.length
+            or (self.uses_reference and shape.context is None)
+        )
         self.num_queries = sum(len(share.queries) for share in shares)
         across = shape.context is not None  # then nothing is repeated
         repeated = (
-            [] if across else [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
+            []
+            if across
+            else [
+                2 * len(share.queries)
+                for share in shares
+                if share.keys and not is_uniform(share, self.queries_per_group)
+            ]
         )
         normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
         self.remade = self._remade(tokens * d * shape.e)
         self.made_heads = shape.all_tokens * (sum(repeated) + normed) * d * shape.e
-        self.attention_blocks, self.attention_grad_blocks = self._kernel_blocks(max(len(share.queries) for share in shares))
+        self.attention_blocks, self.attention_grad_blocks = self._kernel_blocks(
+            max(len(share.queries) for share in shares)
+        )
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
         self.kept_keys = self.d_keys = 0
         self.received, self._across_forward, self._across_backward = 0, list[_OfRank](), list[_OfRank]()
         if shape.context is not None:
-            self._count_across(shape.context, [len(share.uses) for share in shares], [len(share.queries) for share in shares], parallel)
+            self._count_across(
+                shape.context, [len(share.uses) for share in shares], [len(share.queries) for share in shares], parallel
+            )
 
-    def _count_across(self, context: ContextForm, pairs: list[int], queries: list[int], parallel: ParallelConfig) -> None:
+    def _count_across(
+        self, context: ContextForm, pairs: list[int], queries: list[int], parallel: ParallelConfig
+    ) -> None:
         """Count what exchanges over cp take; ``pairs``, ``queries``: key/value and query heads of each chunk."""
         shape, keeps = self.shape, parallel.cp_keep_kv
         widest = max(range(len(pairs)), key=lambda index: (queries[index], pairs[index]))
         head = shape.micro_batch * shape.d * shape.e  # bytes of a head at a position
-        row, wide = pairs[widest] * 2 * head, shape.wide // shape.e  # bytes of a row of a message; sums are so many times as wide
+        row, wide = (
+            pairs[widest] * 2 * head,
+            shape.wide // shape.e,
+        )  # bytes of a row of a message; sums are so many times as wide
         kept = [sum(of_rank) * sum(pairs) * 2 * head * keeps for of_rank in context.received]
         self.received = max(kept)
         columns = queries[widest]
@@ -143,11 +168,16 @@ class AttentionForm:
 
             That is its results, or with plain operations a few tensors of scores. Several small tiles are copied together.
             """
-            own = backward and stage < 0 and bool(context.shifts)  # computed in two halves, of the heads if there are two
+            own = (
+                backward and stage < 0 and bool(context.shifts)
+            )  # computed in two halves, of the heads if there are two
             part = (pairs_of_all + 1) // 2 / pairs_of_all if own and pairs_of_all > 1 else 1.0
             mine = each * part
             results = 2 * mine if backward else 0  # of a key and value, for each query
-            sizes, half = [(0.0, 0.0)], 2 if own and part == 1 else 1  # of the results of each call, and of all that it makes
+            sizes, half = (
+                [(0.0, 0.0)],
+                2 if own and part == 1 else 1,
+            )  # of the results of each call, and of all that it makes
             for (n, keys, _), count in self._tiles_of(context, rank, stage).items():
                 together = count // half if shape.cuda else min(count // half, max(1, int(BLOCK_BYTES // (n * mine))))
                 is_batch = together > 1 and n * mine <= _BATCHED_BYTES
@@ -170,7 +200,9 @@ class AttentionForm:
         sums = shape.all_tokens * columns * shape.d * shape.wide if shape.is_16_bit else 0  # else they are the output
         for rank, held in enumerate(context.forward_rows(parallel.num_stages_ahead, keeps=keeps)):
             if shape.cuda and not self.uses_reference:
-                makes = 2.0 * shape.all_tokens * columns * shape.d * shape.wide  # results of a stage, and as they are added
+                makes = (
+                    2.0 * shape.all_tokens * columns * shape.d * shape.wide
+                )  # results of a stage, and as they are added
             else:
                 makes = max(calls(rank, stage, False) for stage in range(-1, len(context.shifts)))
             self._across_forward.append(_OfRank(held * row + sums + int(makes) + all_keys, self.received - kept[rank]))
@@ -182,7 +214,9 @@ class AttentionForm:
             kernel=None if shape.cuda and not self.uses_reference else lambda rank, stage: calls(rank, stage, True) / row,
         )  # fmt: skip
         inside += gradients * (shape.wide - shape.e) + all_keys
-        self._across_backward = [_OfRank(int(held * row) + inside, self.received - kept[rank]) for rank, held in enumerate(rows)]
+        self._across_backward = [
+            _OfRank(int(held * row) + inside, self.received - kept[rank]) for rank, held in enumerate(rows)
+        ]
 
     def across_forward(self, blocks: int) -> int:
         """Return what a chunk takes in forward with cp, beside q, k, v and output: of other ranks, on the way, sums, and the kernel's own.
@@ -217,15 +251,24 @@ class AttentionForm:
             head: bytes of one head at all positions.
         """
         exchanged = self.shape.sp > 1  # on one rank what is received is what was sent
-        padded, of_sent = self.shape.padded / self.shape.length, self.shape.sp_tokens * self.shape.d * self.shape.e * exchanged
+        padded, of_sent = (
+            self.shape.padded / self.shape.length,
+            self.shape.sp_tokens * self.shape.d * self.shape.e * exchanged,
+        )
 
         def sizes(messages: Sequence[Message]) -> tuple[int, int]:
             """Bytes on the side of the heads, and on that of the positions."""
-            return sum(len(m.rows[0]) for m in messages) * head, sum(len(of) for m in messages for of in m.rows) * of_sent
+            return sum(len(m.rows[0]) for m in messages) * head, sum(
+                len(of) for m in messages for of in m.rows
+            ) * of_sent
 
         made, behind, shared = list[RemadeChunk](), 0, 0
         for index in reversed(range(len(self.chunks))):
-            chunk, (here, _), (d_here, d_sent) = self.chunks[index], sizes(self.chunks[index].again), sizes(self.chunks[index].back)
+            chunk, (here, _), (d_here, d_sent) = (
+                self.chunks[index],
+                sizes(self.chunks[index].again),
+                sizes(self.chunks[index].back),
+            )
             coming = sum(sizes(self.chunks[index - 1].again)) if index else 0
             d_coming = int(self.outs[index - 1] * padded) * (1 + exchanged) if index else 0
             share = chunk.shares[0]
@@ -235,7 +278,15 @@ class AttentionForm:
             added = pair * (2 if shared else 1)
             staying = coming + (0 if share.keys else here + shared)
             made.append(
-                RemadeChunk(here + coming + shared, staying, int(self.outs[index] * padded), d_coming, d_here + added, d_sent, behind)
+                RemadeChunk(
+                    here + coming + shared,
+                    staying,
+                    int(self.outs[index] * padded),
+                    d_coming,
+                    d_here + added,
+                    d_sent,
+                    behind,
+                )
             )
             behind += d_here + d_sent
             shared = 0 if share.keys else 2 * pair
@@ -252,10 +303,17 @@ class AttentionForm:
         e = self.shape.e
         keys = len(chunk.shares[0].keys)
         widths = {message.part: len(message.rows[0]) for message in chunk.messages if message.part != "v"}
-        packed = "qkv" in widths and keys and is_uniform(chunk.shares[0], self.queries_per_group) and not self.model.qk_layernorm
+        packed = (
+            "qkv" in widths
+            and keys
+            and is_uniform(chunk.shares[0], self.queries_per_group)
+            and not self.model.qk_layernorm
+        )
         turned = widths["qkv"] - keys if "qkv" in widths else max(widths.values())
         copied = 0 if packed else sum(widths.values()) * e
-        if "kv" in widths:  # while the keys are turned there are also the gradient as it came and the one that joins keys and values
+        if (
+            "kv" in widths
+        ):  # while the keys are turned there are also the gradient as it came and the one that joins keys and values
             copied, turned = max(widths["q"], 2 * widths["kv"]) * e, max(widths["q"], keys)
         if self.shape.fused:
             return channels * copied
@@ -271,7 +329,9 @@ class AttentionForm:
         most = shape.all_tokens * widest * shape.d * shape.e  # bytes of all positions
 
         def calls(queries: int, keys: int) -> int:
-            return 2 * max(1, BLOCK_BYTES // (keys * row)) * row * queries  # the current call, and the results of the previous one
+            return (
+                2 * max(1, BLOCK_BYTES // (keys * row)) * row * queries
+            )  # the current call, and the results of the previous one
 
         window = self.model.window_size
         if shape.cuda:
@@ -322,7 +382,12 @@ class AttentionForm:
         if shape.context is not None:  # what continues a softmax has the log of its sums, whatever the kernel
             return self.kernels.recompute_attention != "full"
         gives_lse = not shape.cuda or (shape.is_16_bit and shape.d % 8 == 0 and shape.d <= 256)
-        return self.kernels.recompute_attention != "full" and gives_lse and not self.uses_reference and self.model.attention_dropout == 0
+        return (
+            self.kernels.recompute_attention != "full"
+            and gives_lse
+            and not self.uses_reference
+            and self.model.attention_dropout == 0
+        )
 
     @property
     def keeps_received(self) -> bool:
@@ -334,7 +399,13 @@ class AttentionForm:
         """Bytes that a recomputed block keeps of its attention beside its input."""
         if not self.keeps_results:
             return self.kept_keys
-        return self.kept_keys + sum(self.outs) + self.kernel_keeps + self.received + (self.out_whole if self.keeps_received else 0)
+        return (
+            self.kept_keys
+            + sum(self.outs)
+            + self.kernel_keeps
+            + self.received
+            + (self.out_whole if self.keeps_received else 0)
+        )
 
     @property
     def kernel_keeps(self) -> int:
@@ -355,7 +426,13 @@ class AttentionForm:
     def reference_keeps(self) -> int:
         """Bytes saved by reference attention: probabilities, dropout's mask and output, keys and values expanded to all queries."""
         shape, elements = self.shape, self.scores // self.shape.wide
-        dropped = elements * (1 + shape.e) if self.model.attention_dropout > 0 else elements * shape.e if shape.is_16_bit else 0
+        dropped = (
+            elements * (1 + shape.e)
+            if self.model.attention_dropout > 0
+            else elements * shape.e
+            if shape.is_16_bit
+            else 0
+        )
         expanded = 2 * self.num_queries * shape.all_tokens * shape.d * shape.e if self.queries_per_group > 1 else 0
         return self.scores + dropped + shape.length**2 + expanded
 

@@ -32,9 +32,15 @@ class BlockMoments:
 
     def __init__(self, form: RankForm, head_params: Line) -> None:
         self.model, self.kernels, self.head_params = form.workload.model, form.workload.kernels, head_params
-        self.shape, self.attention, self.activations, self.gradients = form.shape, form.attention, form.activations, form.gradients
+        self.shape, self.attention, self.activations, self.gradients = (
+            form.shape,
+            form.attention,
+            form.activations,
+            form.gradients,
+        )
         self._put_off = {
-            has: PutOffForm(self.model, self.shape, self.attention, self.shape.experts if has else None) for has in (False, True)
+            has: PutOffForm(self.model, self.shape, self.attention, self.shape.experts if has else None)
+            for has in (False, True)
         }
         self.piece = self._largest_piece()
 
@@ -75,7 +81,11 @@ class BlockMoments:
     def _attention_forward(self) -> Moment:
         """Return the moment of the forward pass in the attention of the last block."""
         shape, attention, recomputed = self.shape, self.attention, self.shape.recomputed
-        mlp = 0 if recomputed else -total([*self.activations.mlp_keeps(shape.layers - 1), *[self.activations.norm_behind] * 2])
+        mlp = (
+            0
+            if recomputed
+            else -total([*self.activations.mlp_keeps(shape.layers - 1), *[self.activations.norm_behind] * 2])
+        )
         keeps = total(self.activations.attention_keeps(again=False)) - attention.results if recomputed else 0
         keeps += self._own_input()
         if self.kernels.recompute_qkv:
@@ -88,7 +98,12 @@ class BlockMoments:
             # without gradients the mask is freed before the last product
             dropped = self.model.attention_dropout > 0 and self.kernels.recompute_granularity
             mask = attention.scores // shape.wide if dropped else 0
-            makes = attention.reference_makes + attention.reference_keeps - mask - (0 if recomputed else attention.kernel_keeps)
+            makes = (
+                attention.reference_makes
+                + attention.reference_keeps
+                - mask
+                - (0 if recomputed else attention.kernel_keeps)
+            )
             keeps -= attention.kernel_keeps if recomputed else 0
         return Moment(
             "forward", "attention of the last block",
@@ -108,7 +123,10 @@ class BlockMoments:
         elif shape.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", shape.stream)]
         else:
-            made = [Line("MLP, after the activation", shape.sp_tokens * shape.ffn * shape.e), Line("block's output", shape.whole_stream)]
+            made = [
+                Line("MLP, after the activation", shape.sp_tokens * shape.ffn * shape.e),
+                Line("block's output", shape.whole_stream),
+            ]
             made.append(Line("block's output, scattered", shape.scattering))
         if not shape.recomputed:
             made.append(Line("norm after the MLP, not there yet", -self.activations.norm_behind.num_bytes))
@@ -124,12 +142,17 @@ class BlockMoments:
 
     def _experts_before(self) -> list[Moment]:
         """Return the moment of the forward pass in the last layer with experts if that is not the last layer."""
-        shape, layers = self.shape, [layer for layer in range(self.shape.layers) if self.shape.experts_of(layer) is not None]
+        shape, layers = (
+            self.shape,
+            [layer for layer in range(self.shape.layers) if self.shape.experts_of(layer) is not None],
+        )
         if not layers or layers[-1] == shape.layers - 1:
             return []
         assert shape.experts is not None
         again = self._is_again(layers[-1])  # then what its experts keep is there until they are done
-        kept = self.activations.mlp_keeps(layers[-1]) if again else self.activations.block_keeps(layers[-1], again=False)
+        kept = (
+            self.activations.mlp_keeps(layers[-1]) if again else self.activations.block_keeps(layers[-1], again=False)
+        )
         lines = (
             *gradient_lines(self.gradients.forward()), *self.activations.kept_before(layers[-1]), *kept,
             *experts_forward(shape.experts, shape), Line("sum after attention", shape.stream if shape.parallel_residual else 0),
@@ -203,12 +226,18 @@ class BlockMoments:
             return [self._mlp_backward(layer), *self._fc1_backward(layer)]
         kept = [*self._attention_keeps(layer), self.activations.norm_behind, *self.activations.mlp_keeps(layer)]
         held = [*kept, *self.stream_gradients(), self._from_outside(layer)]
-        moments = experts_backward(experts, self.shape, self.model.activation, self._behind_product(), self.put_off_of(layer).mlp)
+        moments = experts_backward(
+            experts, self.shape, self.model.activation, self._behind_product(), self.put_off_of(layer).mlp
+        )
         # the block's own parameters are written from the router on, but for a shared expert and a norm behind the MLP
         late = 0 if experts.shared or self.shape.post else self.gradients.not_begun(layer + 1)
-        absent, before = Line("gradients of the block, not there yet", -late), [name for name, _ in moments].index("router")
+        absent, before = (
+            Line("gradients of the block, not there yet", -late),
+            [name for name, _ in moments].index("router"),
+        )
         return [
-            self._moment(layer, name, *held, *lines, *([absent] if index < before else ())) for index, (name, lines) in enumerate(moments)
+            self._moment(layer, name, *held, *lines, *([absent] if index < before else ()))
+            for index, (name, lines) in enumerate(moments)
         ]
 
     def _mlp_backward(self, layer: int) -> Moment:
@@ -216,7 +245,10 @@ class BlockMoments:
         shape, activations = self.shape, self.activations
         keeps = [*self._attention_keeps(layer), activations.norm_behind, *activations.mlp_keeps(layer)]
         if shape.chunked:
-            stream = [Line("gradient of the stream", 2 * shape.stream), Line("gradient of the head's input", shape.head_stream)]
+            stream = [
+                Line("gradient of the stream", 2 * shape.stream),
+                Line("gradient of the head's input", shape.head_stream),
+            ]
             pieces = [Line(*named) for named in self.piece.backward()]
             pieces.append(Line(_PUT_OFF, self._put_off_in_pieces()))
             return self._moment(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
@@ -228,7 +260,9 @@ class BlockMoments:
     def _put_off_in_pieces(self) -> int:
         """Return what the pieces of a chunked MLP have put off when the largest one is computed last."""
         share = max(self.shape.mlp_pieces) / self.shape.tp_seq_tokens
-        others = int((self._put_off[False].mlp - self._put_off[False].normed + self._put_off[False].gathered) * (1 - share))
+        others = int(
+            (self._put_off[False].mlp - self._put_off[False].normed + self._put_off[False].gathered) * (1 - share)
+        )
         return others + int(self._put_off[False].activation * share)
 
     def _fc1_backward(self, layer: int) -> list[Moment]:
@@ -243,15 +277,25 @@ class BlockMoments:
             Line("norm's output", 0 if shape.post else shape.stream), Line("norm's output, gathered", shape.gathered),
             Line("gradient of the norm's output", shape.whole_stream + shape.scattering),
         ]  # fmt: skip
-        norm = [Line("gradient of the norm's output", shape.stream), *self._behind_product(), Line(_PUT_OFF, self._put_off[False].normed)]
+        norm = [
+            Line("gradient of the norm's output", shape.stream),
+            *self._behind_product(),
+            Line(_PUT_OFF, self._put_off[False].normed),
+        ]
         second = Line(_PUT_OFF, self._put_off[False].activation + self._put_off[False].gathered)
-        return [self._moment(layer, "first linear layer", *kept, *stream, wide, second, *more) for more in (product, norm)]
+        return [
+            self._moment(layer, "first linear layer", *kept, *stream, wide, second, *more) for more in (product, norm)
+        ]
 
     def _attention_backward(self, layer: int) -> list[Moment]:
         """Return the moments from the attention's output to the norm before it."""
         attention = self.attention
         moments = [*self._core_backward(layer), *self._qkv_backward(layer)]
-        if attention.uses_reference and self.shape.context is None and (self.shape.recomputed or self.kernels.recompute_granularity):
+        if (
+            attention.uses_reference
+            and self.shape.context is None
+            and (self.shape.recomputed or self.kernels.recompute_granularity)
+        ):
             makes = attention.reference_makes + attention.reference_keeps - attention.kernel_keeps
             lines = (*self._at_attention(layer), Line("attention kernel's temporaries", makes))
             moments.append(self._moment(layer, "attention, made again", *self._attention_keeps(layer), *lines))
@@ -269,7 +313,9 @@ class BlockMoments:
         waits = self.shape.parallel_residual and not self.shape.dropout
         waiting = Line("gradient of the MLP's input", self.shape.stream if waits else 0)
         put_off = Line(_PUT_OFF, self.put_off_of(layer).mlp if delayed or self.shape.share.puts_off else 0)
-        begins = 0 < self.shape.slice == self.shape.num_slices - 1  # with the last slice, whose backward pass is the first
+        begins = (
+            0 < self.shape.slice == self.shape.num_slices - 1
+        )  # with the last slice, whose backward pass is the first
         of_keys = Line("gradients of the keys of all slices", self.attention.d_keys if begins else 0)
         return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits), put_off, of_keys]
 
@@ -289,7 +335,9 @@ class BlockMoments:
             log_sums = attention.num_queries * shape.all_tokens * max(4, shape.e)
             kernel += attention.outs[first] + (attention.reference_keeps if attention.uses_reference else log_sums)
         # recomputation and a GPU's kernels return three separate gradients; the fused projection needs them in one tensor
-        apart = (selective or shape.cuda) and attention.chunks[0].messages[0].part == "qkv" and not attention.uses_reference
+        apart = (
+            (selective or shape.cuda) and attention.chunks[0].messages[0].part == "qkv" and not attention.uses_reference
+        )
         if self.activations.remakes_heads(again=self._is_again(layer)):
             return self._remade_backward(layer, kernel, apart)
         base = [*self._attention_keeps(layer), *self._at_attention(layer)]
@@ -328,7 +376,11 @@ class BlockMoments:
                 self._moment(layer, "attention", *lines, heads, Line("attention kernel's temporaries", kernel)),
                 self._moment(layer, "rotary embedding", *lines, heads, turned),
                 self._moment(
-                    layer, "exchange of the gradient of q, k, v", *lines, Line("q, k, v", chunk.staying), Line("its exchange", chunk.sent)
+                    layer,
+                    "exchange of the gradient of q, k, v",
+                    *lines,
+                    Line("q, k, v", chunk.staying),
+                    Line("its exchange", chunk.sent),
                 ),
             ]
         return moments

@@ -31,7 +31,9 @@ def experts_forward(experts: ExpertShape, shape: RankShape) -> list[Line]:
     others = back + (rounded or result) if form.parts > 1 else 0
     most = ceil(rows.most / form.parts) * form.e
     # the results of the expert before are there until this one's are
-    one = most * max(2 * form.h + form.ffn, 3 * form.h if form.bias else 0) + (most // form.e * form.h * form.wide if sums else 0)
+    one = most * max(2 * form.h + form.ffn, 3 * form.h if form.bias else 0) + (
+        most // form.e * form.h * form.wide if sums else 0
+    )
     if form.grouped:
         one = _grouped_forward(form)
     ranked = form.tokens * form.num_experts * (form.weight + 8) + (form.tokens * form.h * form.wide if sums else 0)
@@ -46,7 +48,9 @@ def experts_forward(experts: ExpertShape, shape: RankShape) -> list[Line]:
     )  # fmt: skip
 
 
-def experts_backward(experts: ExpertShape, shape: RankShape, activation: ActivationName, behind: list[Line], put_off: int) -> Moments:
+def experts_backward(
+    experts: ExpertShape, shape: RankShape, activation: ActivationName, behind: list[Line], put_off: int
+) -> Moments:
     """Return the moments of the backward pass, in their order, as (name, what it needs).
 
     Args:
@@ -56,7 +60,10 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
     form, rows = experts, experts.rows
     normed = Line("norm's output", 0 if shape.post else shape.stream)
     weights = Line("weights of experts", form.tokens * form.top_k * form.weight)
-    grad_row, grad_x = form.h * form.e, Line("gradient of the norm's output, of experts", form.tokens * form.h * form.wide)
+    grad_row, grad_x = (
+        form.h * form.e,
+        Line("gradient of the norm's output, of experts", form.tokens * form.h * form.wide),
+    )
     sent, received = (ceil(count / form.parts) if form.moves else 0 for count in (rows.sent, rows.received))
     arrived = received * grad_row
     ahead = (sent + received) * grad_row if form.parts > 1 else 0
@@ -66,7 +73,9 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
         inner = form.sp_tokens * form.shared * form.e
         entered = Line("gradient of the stream and norm's output, gathered", shape.gathered)
         coming = Line("gradients of results, on their way", (sent + received) * grad_row)
-        made = activation_backward(activation, inner, 0 if shape.fused else min(inner, BLOCK_BYTES) if not shape.cuda else inner)
+        made = activation_backward(
+            activation, inner, 0 if shape.fused else min(inner, BLOCK_BYTES) if not shape.cuda else inner
+        )
         wide = form.sp_tokens * form.shared_in * form.e
         reduced = shape.stream
         moments.append(("shared expert", [normed, weights, coming, entered, Line("shared expert, inside", made)]))
@@ -77,7 +86,13 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
                 [normed, weights, coming, entered, Line("gradient of the shared expert, inside", wide), product],
             )
         )
-    fixed = [normed, weights, Line("gradients of weights", weights.num_bytes), grad_x, Line("gradient of the norm's output", reduced)]
+    fixed = [
+        normed,
+        weights,
+        Line("gradients of weights", weights.num_bytes),
+        grad_x,
+        Line("gradient of the norm's output", reduced),
+    ]
     of_rows = received * form.h * form.wide
     most = ceil(rows.most / form.parts)
     inner, wide = most * form.ffn * form.e, most * form.ffn_in * form.e
@@ -95,7 +110,12 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
         one = _grouped_backward(form, activation, block=0 if shape.fused else 1)
     widened = form.h * form.ffn_in * form.e if shape.is_16_bit and not shape.cuda else 0
     moving = form.row_bytes.gradient * (sent + received) if form.parts > 1 else 0
-    held = [*fixed, Line("gradients of rows", of_rows), Line("gradients of choices", of_choices), Line(_PUT_OFF, put_off)]
+    held = [
+        *fixed,
+        Line("gradients of rows", of_rows),
+        Line("gradients of choices", of_choices),
+        Line(_PUT_OFF, put_off),
+    ]
     inside = [
         Line("gradients of results", arrived),
         Line("an expert", one + widened),
@@ -106,7 +126,12 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
         *held, Line("gradients of results", arrived), Line("gradients of rows, on their way", form.row_bytes.gradient * sent),
         Line("gradients of choices, by row", (received if form.moves else form.tokens) * form.top_k * form.weight),
     ]  # fmt: skip
-    moments.append(("gradients of rows, on their way", [*left, Line("gradients of rows, sent", form.row_bytes.gradient * received)]))
+    moments.append(
+        (
+            "gradients of rows, on their way",
+            [*left, Line("gradients of rows, sent", form.row_bytes.gradient * received)],
+        )
+    )
     logits = form.tokens * form.num_experts * form.weight
     through = Line("gradient through the router", form.tokens * form.h * form.weight)
     moments.append(("router", [*left, Line("gradient of the logits", 3 * logits), through]))

@@ -79,6 +79,8 @@ class ExpertShape:
         """Return the bytes of the operands of the weights' gradients, where these are put off (``memory_put_off.py``)."""
         of_choice = self.h * (1 + self.bias) + self.ffn + self.ffn_in
         arrived = ceil(self.rows.received) * self.row_bytes.there if self.moves else 0
-        shared = self.sp_tokens * (self.shared + self.shared_in) * self.e + gathered + whole_stream if self.shared else 0
+        shared = (
+            self.sp_tokens * (self.shared + self.shared_in) * self.e + gathered + whole_stream if self.shared else 0
+        )
         of_router = self.tokens * (self.num_experts * self.weight + self.h * self.e)
         return ceil(self.rows.choices) * (of_choice * self.e + 8) + arrived + of_router + shared

@@ -40,7 +40,10 @@ class HeadMoments:
             return [self._bert_backward(base)]
         waiting = Line("gradient of the head's input", shape.whole_stream + shape.scattering)
         times = shape.stream * shape.wide // shape.e + (shape.stream if shape.is_16_bit else 0)
-        scaled = [Line("gradient of the head's input", shape.stream), Line("gradient of the head's input, times what arrives", times)]
+        scaled = [
+            Line("gradient of the head's input", shape.stream),
+            Line("gradient of the head's input, times what arrives", times),
+        ]
         return [Moment("backward", "LM head begins", (*base, waiting)), Moment("backward", "LM head", (*base, *scaled))]
 
     def _lines(self) -> list[Line]:
@@ -56,7 +59,9 @@ class HeadMoments:
         more = chunk * shape.rows * (divided + shape.e) if shape.is_16_bit else 0  # divided, and rounded
         if shape.fused:  # by the time of the last chunk's logits the gradient of the others is gone
             weighted = max(chunk * shape.h * shape.e, rest - more)
-        product = shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0  # a GPU accumulates it in fp32, in place
+        product = (
+            shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0
+        )  # a GPU accumulates it in fp32, in place
         entering = tokens * shape.h * shape.e if bert else shape.stream
         return [
             *gradient_lines(self.gradients.at_head()), self.params(), *self._kept_by_all(), Line("head's input", entering),
@@ -74,7 +79,10 @@ class HeadMoments:
         chunk = min(shape.head_tokens, shape.head_chunk)
         last = shape.head_tokens % chunk
         if last:  # its logits have replaced those of the full chunks
-            kept = [Line(line.name, round(line.num_bytes * (last / chunk))) if line.name == _LOGITS else line for line in kept]
+            kept = [
+                Line(line.name, round(line.num_bytes * (last / chunk))) if line.name == _LOGITS else line
+                for line in kept
+            ]
         scattered = Line("gradient of the head's input, scattered", 0 if self.model.is_bert else shape.scattering)
         return Moment("forward", "end of the LM head", (*kept, scattered))
 
@@ -82,7 +90,9 @@ class HeadMoments:
         """Return the moment at which BERT's head scatters gradients from the masked positions to all; the order head has its own."""
         both = 2 if self.model.has_order_head else 1
         spread = Line("gradient of the head's input, at all positions", both * self.shape.whole_stream)
-        return Moment("backward", "LM head", (*base, Line("gradient of the head's input", 2 * self.shape.head_stream), spread))
+        return Moment(
+            "backward", "LM head", (*base, Line("gradient of the head's input", 2 * self.shape.head_stream), spread)
+        )
 
     def _kept_by_all(self) -> list[Line]:
         """Return the activations saved at the end of the forward pass: by all blocks, norms outside them, and BERT's head."""

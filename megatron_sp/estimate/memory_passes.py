@@ -36,7 +36,10 @@ class PassMoments:
             moments += self._block.backward(layer)
         if shape.share.has_embedding:
             # or, of the same width, a copy without other ranks' rows
-            widened = Line("table's gradient, widened", shape.sp_tokens * shape.h * shape.wide if shape.is_16_bit or shape.tp > 1 else 0)
+            widened = Line(
+                "table's gradient, widened",
+                shape.sp_tokens * shape.h * shape.wide if shape.is_16_bit or shape.tp > 1 else 0,
+            )
             lines = *gradient_lines(gradients.at(0)), *self._block.stream_gradients(), widened, *self._left(0)
             moments.append(Moment("backward", "embedding", lines))
         return moments + self._reductions()
@@ -52,7 +55,10 @@ class PassMoments:
         made = list[Moment]()
         for layer in telling_layers(form):
             name = f"{place_of(layer, shape.layers)} block, gradients that were put off"
-            moments = [(layer + 1, form.gradients.at(layer + 1)), *((layer, held) for held in form.gradients.reducing(layer + 1))]
+            moments = [
+                (layer + 1, form.gradients.at(layer + 1)),
+                *((layer, held) for held in form.gradients.reducing(layer + 1)),
+            ]
             for first, held in moments:
                 written = Line("operands of gradients that have been written", -self._block.put_off_from(first))
                 made.append(Moment("backward", name, (*gradient_lines(held), written)))
@@ -61,11 +67,17 @@ class PassMoments:
     def _reductions(self) -> list[Moment]:
         """Return the moments of gradient reductions: when backward leaves a unit, and after the backward pass."""
         form, shape, gradients, layers = self._form, self._form.shape, self._form.gradients, self._form.shape.layers
-        packed = [Line("what tp ranks sum, packed", form.shared_gradients(unit) * shape.wide) for unit in range(layers + 2)]
+        packed = [
+            Line("what tp ranks sum, packed", form.shared_gradients(unit) * shape.wide) for unit in range(layers + 2)
+        ]
         stream = [Line("gradient of the stream", shape.stream), Line("gradient of the head's input", shape.head_stream)]
         blocks = form.activations.kept_by_blocks()
         made = [
-            Moment("backward", "reduction of the head", (*gradient_lines(held), self._head.params(), *blocks, *self._left(layers), *stream))
+            Moment(
+                "backward",
+                "reduction of the head",
+                (*gradient_lines(held), self._head.params(), *blocks, *self._left(layers), *stream),
+            )
             for held in (gradients.reducing(layers + 1) if shape.share.has_head else ())
         ]
         for layer in telling_layers(form):

@@ -77,7 +77,10 @@ def _beside(form: RankForm, stages: list[RankForm], state: PassState) -> list[Li
         put_off += waiting * operands_of_blocks(form.workload.model, stage.shape, stage.attention)
     # those of the action's own micro-batch are counted with its pass
     own = int(state.kind == "B" and state.slice < share.num_slices - 1)
-    partial = sum(state.partial[index] * layers for index, layers in enumerate(share.of_stages)) - own * share.of_stages[state.stage]
+    partial = (
+        sum(state.partial[index] * layers for index, layers in enumerate(share.of_stages))
+        - own * share.of_stages[state.stage]
+    )
     messages = sum(count * stage.shape.stream for count, stage in zip(state.messages, stages, strict=False))
     return [
         Line("activations of other micro-batches", saved), Line("operands of gradients that are put off", put_off),

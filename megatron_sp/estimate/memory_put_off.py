@@ -28,7 +28,9 @@ class PutOffForm:
         block: all operands of a block.
     """
 
-    def __init__(self, model: ModelConfig, shape: RankShape, attention: AttentionForm, experts: ExpertShape | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, shape: RankShape, attention: AttentionForm, experts: ExpertShape | None = None
+    ) -> None:
         puts_off = shape.share.puts_off
         of_fc2, of_fc1 = puts_off or shape.delays, puts_off or (shape.delays and shape.tp == 1)
         every = shape.sp_tokens * shape.e
@@ -53,5 +55,8 @@ class PutOffForm:
 
 def operands_of_blocks(model: ModelConfig, shape: RankShape, attention: AttentionForm, first: int = 0) -> int:
     """Return the bytes of the operands of all blocks from one on."""
-    forms = {has: PutOffForm(model, shape, attention, shape.experts if has else None).block for has in set(shape.share.experts) or {False}}
+    forms = {
+        has: PutOffForm(model, shape, attention, shape.experts if has else None).block
+        for has in set(shape.share.experts) or {False}
+    }
     return sum(forms[bool(shape.share.experts) and shape.share.experts[layer]] for layer in range(first, shape.layers))

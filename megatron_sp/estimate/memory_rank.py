@@ -65,7 +65,11 @@ class RankForm:
             return sum(round_up(count, align) for count in counts)
 
         attention = [qkv_rows * h, h * self.attention.proj_columns]
-        attention += [qkv_rows] * model.qkv_bias + [h] * model.proj_bias + [width for width in norm_widths(model) for _ in range(norms)]
+        attention += (
+            [qkv_rows] * model.qkv_bias
+            + [h] * model.proj_bias
+            + [width for width in norm_widths(model) for _ in range(norms)]
+        )
         share = shape.share
 
         def mlp(ffn: int, *, times: int = 1) -> list[int]:
@@ -79,7 +83,11 @@ class RankForm:
             assert model.num_experts
             shared = mlp(model.shared_expert_size // shape.tp) if model.shared_expert_size else []
             beside = aligned(*attention, model.num_experts * h, *shared, *[h] * (2 * norms))
-            own = aligned(*mlp(model.expert_ffn_size, times=model.num_experts // self.workload.parallel.expert_model_parallel_size))
+            own = aligned(
+                *mlp(
+                    model.expert_ffn_size, times=model.num_experts // self.workload.parallel.expert_model_parallel_size
+                )
+            )
             blocks = []
             for has in share.experts:
                 blocks += [beside, own] if has else [block]

@@ -31,7 +31,9 @@ def copy_bytes(config: Config, world_size: int) -> int:
     tables = 1 + config.model.untie_embeddings_and_output_weights
     padding = max(0, shape.rows - (config.model.vocab_size or 0)) * shape.h * tables  # padding rows are not saved
     of_experts = sum(map(form.zero.size, form.zero.experts))
-    share = -(-(form.zero.num_params - of_experts - padding) * each // ranks) + -(-of_experts * each // form.zero.expert_ranks)
+    share = -(-(form.zero.num_params - of_experts - padding) * each // ranks) + -(
+        -of_experts * each // form.zero.expert_ranks
+    )
     if parallel.zero_stage > 0 or ranks == 1:
         return share
     return max(share, min(shape.rows, config.model.vocab_size or 0) * shape.h * max(shape.e, wide if with_state else 0))

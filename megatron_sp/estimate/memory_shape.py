@@ -60,10 +60,20 @@ class RankShape:
         model, parallel, kernels, batch, precision = (
             workload.model, workload.parallel, workload.kernels, workload.batch, workload.precision,
         )  # fmt: skip
-        assert model.num_layers and model.hidden_size and model.num_attention_heads and model.seq_length and model.vocab_size
+        assert (
+            model.num_layers
+            and model.hidden_size
+            and model.num_attention_heads
+            and model.seq_length
+            and model.vocab_size
+        )
         self.cuda = workload.device == "cuda"
         self.kernels = kernels
-        self.tp, self.sp, self.cp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, parallel.context_parallel_size
+        self.tp, self.sp, self.cp = (
+            parallel.tensor_model_parallel_size,
+            parallel.sequence_parallel_size,
+            parallel.context_parallel_size,
+        )
         self.delays = parallel.delay_wgrad and (self.sp > 1 or self.cp > 1)
         self.parts = self.tp if parallel.sequence_parallel else 1
         self.is_16_bit = precision.bf16 or precision.fp16
@@ -87,7 +97,9 @@ class RankShape:
         self.all_tokens = s * b
         self.sp_tokens = self.sp_positions(s) * b
         self.tp_seq_tokens = self.sp_tokens // self.parts
-        self.experts = ExpertShape(workload, self.tp_seq_tokens, self.sp_tokens, self.e) if any(self.share.experts) else None
+        self.experts = (
+            ExpertShape(workload, self.tp_seq_tokens, self.sp_tokens, self.e) if any(self.share.experts) else None
+        )
         self.mlp_pieces = [size * b for size in piece_sizes(self.tp_seq_tokens // b, kernels.mlp_chunks)]
 
         self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp

@@ -131,7 +131,11 @@ class ZeroForm:
     @cached_property
     def places(self) -> list[tuple[int, ...]]:
         """Units of each place: embedding, blocks, of which some have experts, and head."""
-        return [(unit, unit + 1) if unit + 1 in self.experts else (unit,) for unit in range(len(self.units)) if unit not in self.experts]
+        return [
+            (unit, unit + 1) if unit + 1 in self.experts else (unit,)
+            for unit in range(len(self.units))
+            if unit not in self.experts
+        ]
 
     def size(self, unit: int) -> int:
         """Return the number of elements of a unit, with padding."""
@@ -139,7 +143,9 @@ class ZeroForm:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [round_up(count, ALIGN_BYTES // self.element * self.parts_of(unit)) for unit, count in enumerate(self.units)]
+        return [
+            round_up(count, ALIGN_BYTES // self.element * self.parts_of(unit)) for unit, count in enumerate(self.units)
+        ]
 
     def shard(self, unit: int) -> int:
         """Return the number of elements of a shard of a unit."""
@@ -181,8 +187,16 @@ class ZeroForm:
     @cached_property
     def pools(self) -> list[Pool]:
         """Pools of units that share buffers, at stage 3."""
-        alike = ["experts" if unit in self.experts else "block" if 0 < unit < self._last else "" for unit in range(len(self.units))]
-        return pools_of(alike, 2 + self.parallel.zero3_keep_units, tied=self.tied or self.is_cut, keep_all=self.parallel.zero3_gather_once)
+        alike = [
+            "experts" if unit in self.experts else "block" if 0 < unit < self._last else ""
+            for unit in range(len(self.units))
+        ]
+        return pools_of(
+            alike,
+            2 + self.parallel.zero3_keep_units,
+            tied=self.tied or self.is_cut,
+            keep_all=self.parallel.zero3_gather_once,
+        )
 
     @property
     def buffers(self) -> int:
@@ -274,7 +288,9 @@ class ZeroForm:
         """Return the gradients during the head's loss and backward."""
         if self.stage < 2:
             return self.forward() if self.accumulates else self._held(self._begun_early or [self._last], ())
-        if self.tied:  # the head starts the next gradient of the embedding's unit, and finishes the previous one only then
+        if (
+            self.tied
+        ):  # the head starts the next gradient of the embedding's unit, and finishes the previous one only then
             return self._held([0], (), before=[0] if self.accumulates else [])
         left = [0] if self.accumulates else []
         return self._held([self._last, *left], (), before=left)
@@ -303,7 +319,9 @@ class ZeroForm:
         everything = range(len(self.units))
         if self.stage == 0:
             return [self._held(everything, (), everything)] if place == 0 else [self.at(place)]
-        if self.stage == 1 and not self.parallel.overlap_grad_reduce and place == 0:  # one after another, the first unit first
+        if (
+            self.stage == 1 and not self.parallel.overlap_grad_reduce and place == 0
+        ):  # one after another, the first unit first
             pairs = [everything[first : first + 2] for first in everything]
             return [self._held(everything[pair[0] :], everything[: pair[0]], pair, arrived=pair[0]) for pair in pairs]
         if self.parallel.overlap_grad_reduce:

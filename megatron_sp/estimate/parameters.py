@@ -30,7 +30,9 @@ def _count(model: ModelConfig, experts: int) -> int:
     rows = (n + 2 * g) * d
     block = rows * h + h * n * d + 2 * norms * h + norms * sum(norm_widths(model))
     block += rows * model.qkv_bias + h * model.proj_bias
-    embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
+    embedding = model.vocab_size * h + (
+        model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0
+    )
     head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
     of_experts = len(model.expert_layers(model.num_layers))
     mlps = (model.num_layers - of_experts) * _mlp(model, model.ffn_size)

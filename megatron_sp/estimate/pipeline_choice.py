@@ -49,14 +49,18 @@ class Tried(NamedTuple):
     peak: int
 
 
-def costs_of_stages(model: ModelConfig, kernels: KernelConfig, layers: tuple[int, ...], num_slices: int = 1) -> list[Costs]:
+def costs_of_stages(
+    model: ModelConfig, kernels: KernelConfig, layers: tuple[int, ...], num_slices: int = 1
+) -> list[Costs]:
     """Return the time of each stage's passes, of a slice those of its share, in that of a layer's forward pass.
 
     The head is computed in the backward pass of the last stage, forward and backward.
     """
     each, head, shares = layer_costs(model, kernels), head_in_layers(model), layer_shares(model)
     ends = list(accumulate(layers, initial=0))
-    found = [Costs(*(sum(shares[start:stop]) * time / num_slices for time in each[:3])) for start, stop in pairwise(ends)]
+    found = [
+        Costs(*(sum(shares[start:stop]) * time / num_slices for time in each[:3])) for start, stop in pairwise(ends)
+    ]
     found[-1] = found[-1]._replace(backward=found[-1].backward + 3 * head / num_slices)
     return found
 
@@ -77,7 +81,9 @@ def try_schedules(config: Config, world_size: int) -> list[Tried]:
     """Return the schedules that a configuration allows, with their memory; the model's ``vocab_size`` must be set."""
     found = []
     for allowed in allowed_schedules(config, num_micro_batches(workload_of(config, world_size, "cpu"))):
-        workload = workload_of(_with_kind(config, allowed.kind), world_size, "cpu" if config.kernels.device == "cpu" else "cuda")
+        workload = workload_of(
+            _with_kind(config, allowed.kind), world_size, "cpu" if config.kernels.device == "cpu" else "cuda"
+        )
         found.append(Tried(*allowed, memory_plan(workload).peak))
     return found
 
@@ -95,7 +101,9 @@ def _time_and_bubble(config: Config, num_micro_batches: int) -> tuple[float, flo
     """Return the time of a step and the share of it in which ranks wait: first rounds replayed, and those that are like them added."""
     first_ones = enough_micro_batches(config.parallel, num_micro_batches)
     plan = pipeline_plan(config.model, config.kernels, config.parallel, first_ones)
-    costs = costs_of_stages(config.model, config.kernels, layers_of_stages(config.model, config.parallel), plan.num_slices)
+    costs = costs_of_stages(
+        config.model, config.kernels, layers_of_stages(config.model, config.parallel), plan.num_slices
+    )
 
     def seconds(action: Action) -> float:
         return costs[action.stage].of(action.kind)

@@ -55,7 +55,9 @@ class StageGradients:
         """Return the rank's numbers of the units of a part, in the order of the backward pass, without a shared table."""
         if part.blocks:
             start = self._first[part.stage]
-            return [unit for units in self._zero.places[start : start + self._share.of_stages[part.stage]] for unit in units][::-1]
+            return [
+                unit for units in self._zero.places[start : start + self._share.of_stages[part.stage]] for unit in units
+            ][::-1]
         head = [len(self._zero.units) - 1] if self._share.has_head and part.stage == self._share.stages - 1 else []
         return [*head, *([0] if self._share.has_embedding and part.stage == 0 else [])]
 
@@ -94,7 +96,10 @@ class StageGradients:
         if place > (not self._has_embedding):
             return []
         mine = self._of_pass([*above, *current])  # one after another, when the pass is over
-        return [self._held(mine[:first], mine[first : first + 1], leaves=True, also=mine[first:]) for first in range(len(mine))]
+        return [
+            self._held(mine[:first], mine[first : first + 1], leaves=True, also=mine[first:])
+            for first in range(len(mine))
+        ]
 
     @property
     def _has_embedding(self) -> bool:
@@ -114,7 +119,9 @@ class StageGradients:
         assert self._state is not None
         return [unit for unit in units if (unit in ends) == (self._state.kind == "B")]
 
-    def _held(self, above: Sequence[int], current: Sequence[int], *, leaves: bool = False, also: Collection[int] = ()) -> Held:
+    def _held(
+        self, above: Sequence[int], current: Sequence[int], *, leaves: bool = False, also: Collection[int] = ()
+    ) -> Held:
         """Return the gradients at one moment.
 
         Args:
@@ -123,7 +130,12 @@ class StageGradients:
             leaves: it leaves this unit, the only one, whose reduction starts.
             also: further units that are whole, although later ones are being reduced.
         """
-        zero, state, now, overlaps = self._zero, self._state, self._of_pass(above), self._zero.parallel.overlap_grad_reduce
+        zero, state, now, overlaps = (
+            self._zero,
+            self._state,
+            self._of_pass(above),
+            self._zero.parallel.overlap_grad_reduce,
+        )
         assert state is not None
         here = self._of_pass(current)
         before = [unit for part in state.begun for unit in self._units_of(part)]
@@ -147,7 +159,11 @@ class StageGradients:
             done = [unit for unit in order if unit not in going]
             return Held(self._bytes(written.difference(done)), self._shards(done), self._beside(going, arrived))
         open_table = self._tables(bool(current), 0 in current)
-        waits = [0] if self._share.has_head and self._share.has_embedding and 0 in written and not self._apart_from_head else []
+        waits = (
+            [0]
+            if self._share.has_head and self._share.has_embedding and 0 in written and not self._apart_from_head
+            else []
+        )
         apart = () if overlaps or leaves else now
         whole = {*going, *here, *open_table, *waits, *also, *apart, *self._open(now)}
         before = before if state.latest is not None else []
@@ -230,7 +246,9 @@ class StageGradients:
         for first in range(max(1, len(left) - 1) if left else 0):
             going = left[first : first + 2]
             arrived = going[0] if len(going) == 2 else None
-            found.append(Held(self._bytes(left[first:]), self._shards([*before, *left[:first]]), self._beside(going, arrived)))
+            found.append(
+                Held(self._bytes(left[first:]), self._shards([*before, *left[:first]]), self._beside(going, arrived))
+            )
         return found
 
     def after(self) -> Held:

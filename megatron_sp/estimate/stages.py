@@ -91,7 +91,13 @@ class RankShare:
         first = sum(self.of_stages[:index])
         experts = self.experts[first : first + self.of_stages[index]]
         return RankShare(
-            self.of_stages[index], has_embedding, has_head, is_stage=True, turns=turns, puts_off=self.puts_off, experts=experts
+            self.of_stages[index],
+            has_embedding,
+            has_head,
+            is_stage=True,
+            turns=turns,
+            puts_off=self.puts_off,
+            experts=experts,
         )
 
 
@@ -108,13 +114,24 @@ def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
     scores *= seen_share(model)
     share = dense / (dense + scores)
     # the gradients of products' inputs, attention's two for each of its products, and what is computed again
-    again = 1.0 if kernels.recompute_granularity == "full" else 1.0 - share if kernels.recompute_granularity == "selective" else 0.0
+    again = (
+        1.0
+        if kernels.recompute_granularity == "full"
+        else 1.0 - share
+        if kernels.recompute_granularity == "selective"
+        else 0.0
+    )
     if again == 1.0 and model.num_layers:
-        again = sum(last - first for first, last, recomputed in recompute_plan(kernels, model.num_layers) if recomputed) / model.num_layers
+        again = (
+            sum(last - first for first, last, recomputed in recompute_plan(kernels, model.num_layers) if recomputed)
+            / model.num_layers
+        )
     return Costs(1.0, share + 2 * (1 - share) + again, share)
 
 
-def pipeline_plan(model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int) -> PipelinePlan:
+def pipeline_plan(
+    model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int
+) -> PipelinePlan:
     """Return the schedule of a configuration."""
     kind = cast("PipelineKind", parallel.pipeline_kind)
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
@@ -126,7 +143,9 @@ def enough_micro_batches(parallel: ParallelConfig, num_micro_batches: int) -> in
     return min(num_micro_batches, 4 * parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank)
 
 
-def shares_of(model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int) -> list[RankShare]:
+def shares_of(
+    model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int
+) -> list[RankShare]:
     """Return what each pipeline rank has."""
     assert model.num_layers
     if parallel.pipeline_model_parallel_size == 1:

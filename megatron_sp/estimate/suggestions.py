@@ -28,7 +28,9 @@ class Suggestion(NamedTuple):
 
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
     """Return the memory plan of one rank, with the copy for background saves; the vocabulary size must be set."""
-    return with_saves(memory_plan(workload_of(config, world_size, device), config.optimizer.optimizer), config, world_size, device)
+    return with_saves(
+        memory_plan(workload_of(config, world_size, device), config.optimizer.optimizer), config, world_size, device
+    )
 
 
 def with_saves(plan: MemoryPlan, config: Config, world_size: int, device: Device) -> MemoryPlan:
@@ -62,12 +64,18 @@ def find_suggestions(config: Config, world_size: int, device: Device, available:
         tried = [each for each in tried if each[0].peak < 0.99 * peak]
         if not tried:
             continue
-        best = next((each for each in tried if each[0].peak <= available), None) or min(tried, key=lambda each: each[0].peak)
+        best = next((each for each in tried if each[0].peak <= available), None) or min(
+            tried, key=lambda each: each[0].peak
+        )
         found.append(best[0])
         if not best[0].flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16")):
             best[1](together)
     found.sort(key=lambda remedy: (remedy.peak > available, remedy.peak if remedy.peak > available else 0))
-    names = [r.flags for r in found if not r.flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16"))]
+    names = [
+        r.flags
+        for r in found
+        if not r.flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16"))
+    ]
     if len(names) > 1 and found[0].peak > available:
         normalize(together)
         if not violations(together, world_size):
@@ -85,14 +93,21 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
         return lambda c: setattr(getattr(c, group), name, value)
 
     parallel, model, batch = config.parallel, config.model, config.batch
-    yield [(f"--zero-stage {stage}", setting("parallel", "zero_stage", stage)) for stage in range(parallel.zero_stage + 1, 4)]
+    yield [
+        (f"--zero-stage {stage}", setting("parallel", "zero_stage", stage))
+        for stage in range(parallel.zero_stage + 1, 4)
+    ]
     size = batch.micro_batch_size
     smaller = [size // by for by in range(2, min(size, _MOST_TRIED) + 1) if size % by == 0]
     smaller += [1] if size > _MOST_TRIED else []
     yield [(f"--micro-batch-size {to}", setting("batch", "micro_batch_size", to)) for to in smaller]
     if config.kernels.recompute_granularity != "full":
         yield [("--recompute-granularity full", _recompute_all)]
-    yield [(f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces)) for pieces in (4, 16) if pieces > config.kernels.mlp_chunks]
+    yield [
+        (f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces))
+        for pieces in (4, 16)
+        if pieces > config.kernels.mlp_chunks
+    ]
     if not config.kernels.offload_activations:
         yield [("--offload-activations", setting("kernels", "offload_activations", True))]
     yield [("--no-async-save", setting("checkpoint", "async_save", False))]
@@ -109,7 +124,11 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
 
 def _recompute_all(config: Config) -> None:
     config.kernels.recompute_activations = False
-    config.kernels.recompute_granularity, config.kernels.recompute_method, config.kernels.recompute_num_layers = "full", None, None
+    config.kernels.recompute_granularity, config.kernels.recompute_method, config.kernels.recompute_num_layers = (
+        "full",
+        None,
+        None,
+    )
 
 
 def _split(size: int) -> Callable[[Config], None]:

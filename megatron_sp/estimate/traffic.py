@@ -102,7 +102,12 @@ def _of_rank(form: RankForm) -> TrafficPlan:
     inside = _sums(
         flow
         for of_pass in passes
-        for flow in (*of_pass.tensor_parallel(), *of_pass.heads_and_rows(*most), *of_pass.experts(), *of_pass.messages())
+        for flow in (
+            *of_pass.tensor_parallel(),
+            *of_pass.heads_and_rows(*most),
+            *of_pass.experts(),
+            *of_pass.messages(),
+        )
     )
     flows = [*counter.gradients(), *counter.parameters(), *inside, *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
@@ -116,7 +121,10 @@ def _sums(flows: Iterable[Flow]) -> list[Flow]:
         if before is None:
             found[flow.kind, flow.op] = flow
         else:
-            sums = {name: getattr(before, name) + getattr(flow, name) for name in ("number", "num_bytes", "can_hide", "slowest")}
+            sums = {
+                name: getattr(before, name) + getattr(flow, name)
+                for name in ("number", "num_bytes", "can_hide", "slowest")
+            }
             found[flow.kind, flow.op] = replace(before, under=before.under or flow.under, **sums)
     return list(found.values())
 
@@ -186,7 +194,9 @@ class _Counter:
         model, count = self.form.workload.model, self.shape.num_micro_batches
         return count if model.balance_kind == "global" and (count > 1 or self.pp > 1) else 0
 
-    def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
+    def _flow(
+        self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = ""
+    ) -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
         ranks = {self.replicas: self.ranks, self.expert_replicas: self.form.zero.expert_ranks,
                  "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp,
@@ -225,7 +235,9 @@ class _Counter:
         )  # fmt: skip
         yield from self._table_gradient()
         shared = [self.form.shared_gradients(place) * self.shape.wide for place in self.places]
-        yield self._flow("gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times)
+        yield self._flow(
+            "gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times
+        )
 
     def _table_gradient(self) -> Iterator[Flow]:
         """Gradient of a table that the ends of a pipeline share, after all passes."""
@@ -255,11 +267,15 @@ class _Counter:
         if stage > 0 and zero.table:
             yield self._flow("shared table", "all_gather", "ends", [zero.table_size * self.shape.e])
         if stage == 3:
-            order = expand_order(unit_order(self.kernels, self.shape.layers, tied=zero.tied, backward=True), zero.places)
+            order = expand_order(
+                unit_order(self.kernels, self.shape.layers, tied=zero.tied, backward=True), zero.places
+            )
             together = [units for units in zero.places if len(units) > 1]
             fetches = list_fetches(zero.pools, order, self.shape.num_micro_batches, ahead=overlap, together=together)
             if self.counting and self.pp == 1:  # as if they began with nothing gathered
-                forward = expand_order(unit_order(self.kernels, self.shape.layers, tied=False, backward=False), zero.places)
+                forward = expand_order(
+                    unit_order(self.kernels, self.shape.layers, tied=False, backward=False), zero.places
+                )
                 fetches += list_fetches(zero.pools, forward, self.counting, ahead=overlap, together=together)
             kinds = (
                 ("parameters", self.replicas, self.dense, sizes),
@@ -269,7 +285,9 @@ class _Counter:
                 by_unit = dict(zip(units, num_bytes, strict=True))
                 of_kind = [(by_unit[unit], is_ahead) for unit, is_ahead in fetches if unit in by_unit]
                 ahead = [size for size, is_ahead in of_kind if is_ahead]
-                yield self._flow(kind, self.parallel.zero3_fetch, group, [size for size, _ in of_kind], ahead, "the unit before")
+                yield self._flow(
+                    kind, self.parallel.zero3_fetch, group, [size for size, _ in of_kind], ahead, "the unit before"
+                )
 
     def tensor_parallel(self) -> Iterator[Flow]:
         """Activations over tp, on entering and leaving the tensor-parallel parts of layers, embedding and head; sums of the loss."""
@@ -306,9 +324,16 @@ class _Counter:
         else:
             yield self._flow("activations", "all_reduce", "tp", leaves, left, under)
         chunk, tokens = shape.head_chunk, shape.head_tokens
-        yield self._flow("gradient of the head's input", "all_reduce", "tp", [tokens * shape.h * shape.e] * times if bert and last else [])
+        yield self._flow(
+            "gradient of the head's input",
+            "all_reduce",
+            "tp",
+            [tokens * shape.h * shape.e] * times if bert and last else [],
+        )
         chunks = [min(chunk, tokens - start) * shape.wide for start in range(0, tokens, chunk)]
-        yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times * last)
+        yield self._flow(
+            "maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times * last
+        )
 
     @cached_property
     def sent_by(self) -> dict[tuple[int, int], int]:
@@ -330,7 +355,11 @@ class _Counter:
     def _tokens(self) -> list[int]:
         """Tokens of an sp rank, for each cp rank."""
         context, shape = self.shape.context, self.shape
-        return [shape.sp_tokens] if context is None else [shape.sp_positions(length) * shape.micro_batch for length in context.lengths]
+        return (
+            [shape.sp_tokens]
+            if context is None
+            else [shape.sp_positions(length) * shape.micro_batch for length in context.lengths]
+        )
 
     def heads_and_rows(self, rank: int, cp_rank: int) -> Iterator[Flow]:
         """Ulysses' exchanges of heads over sp and those of keys and values over cp, and sums of norms, for a rank of sp and of cp."""
@@ -371,7 +400,10 @@ class _Counter:
         stages = len(context.shifts) * sum(bool(chunk.shares[rank].queries) for chunk in self.form.attention.chunks)
         for kind, size in self._of_rows(rank, cp_rank).items():
             times = self._passes_of_rows[kind]
-            under, slowest = "attention with other keys" if size else "", times * context.slowest * self._bytes_of_row(rank)
+            under, slowest = (
+                "attention with other keys" if size else "",
+                times * context.slowest * self._bytes_of_row(rank),
+            )
             yield Flow(kind, "all_to_all", "cp", self.shape.cp, stages * times, size, size, under, slowest)
 
     @cached_property
@@ -408,7 +440,10 @@ class _Counter:
             return _Heads({}, {})
         hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
         # a recomputation that has kept attention's results makes the heads again in backward, and may have what came back
-        remade, there, back = self._remade, *map(self._forwards_unless, (attention.keeps_results, attention.keeps_received))
+        remade, there, back = (
+            self._remade,
+            *map(self._forwards_unless, (attention.keeps_results, attention.keeps_received)),
+        )
         of_forward, of_again, of_back = (sum(len(messages) for messages in each) for each in zip(
             *((chunk.messages, chunk.again, chunk.back) for chunk in attention.chunks), strict=True
         ))  # fmt: skip
@@ -487,8 +522,19 @@ class _Counter:
             ("gradients of rows", layers * count, rows.from_others, each.gradient, later),
         ):  # fmt: skip
             num_bytes = round(times * sent * size)
-            under = " and ".join(["other experts"] * (parts > 1) + ["a shared expert"] * (has_shared and covered == first))
-            yield Flow(kind, "all_to_all", group, self.ep, times * parts, num_bytes, int(num_bytes * covered), under if covered else "")
+            under = " and ".join(
+                ["other experts"] * (parts > 1) + ["a shared expert"] * (has_shared and covered == first)
+            )
+            yield Flow(
+                kind,
+                "all_to_all",
+                group,
+                self.ep,
+                times * parts,
+                num_bytes,
+                int(num_bytes * covered),
+                under if covered else "",
+            )
 
     @property
     def _passes_of_experts(self) -> int:
@@ -503,7 +549,10 @@ class _Counter:
         if self.pp == 1:
             return
         # each boundary is to another rank, but for the one in the middle of a V
-        forward, backward = not (share.has_head or share.turns == "below"), not (share.has_embedding or share.turns == "above")
+        forward, backward = (
+            not (share.has_head or share.turns == "below"),
+            not (share.has_embedding or share.turns == "above"),
+        )
         for kind, sends in (("outputs of stages", forward), ("gradients of stages' inputs", backward)):
             sizes = [shape.stream] * (sends * shape.num_micro_batches)
             yield self._flow(kind, "send", "pp", sizes, sizes, "passes of other micro-batches")
@@ -519,7 +568,12 @@ class _Counter:
         everybody = [8 * (self.num_terms + 3 + self.num_samples), 8 * (self.num_terms + of_routers)]
         holders = "world" if self.parallel.zero_stage > 0 or layers else "tp" if self.pp == 1 else "pp x tp"
         yield self._flow(
-            "token counts, digests, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update"
+            "token counts, digests, loss",
+            "all_reduce",
+            "world",
+            everybody,
+            everybody,
+            "the first forward pass, and the update",
         )
         compared = [16 * self.form.workload.dp] if self.shape.cp > 1 or self.pp > 1 else []
         yield self._flow("comparison of sequences", "all_reduce", "world", compared)

@@ -44,7 +44,9 @@ def num_micro_batches(workload: Workload) -> int:
 def rows_of_experts(workload: Workload, tokens: int) -> RoutedRows:
     """Return the rows of one pass of a rank with so many tokens through a layer with experts."""
     parallel = workload.parallel
-    return workload.routed or even_rows(workload.model, parallel.expert_model_parallel_size, tokens, parallel.moe_worst_load)
+    return workload.routed or even_rows(
+        workload.model, parallel.expert_model_parallel_size, tokens, parallel.moe_worst_load
+    )
 
 
 def head_share(config: Config) -> float:

@@ -54,7 +54,10 @@ class KVCache:
         buffers = self._layers[layer]
         if buffers is None:
             shape = (self.max_length, self.max_rows, groups, 1, like.shape[-1])
-            buffers = like.new_zeros(shape), like.new_zeros(shape)  # a hidden position counts 0 times what is there: no NaN
+            buffers = (
+                like.new_zeros(shape),
+                like.new_zeros(shape),
+            )  # a hidden position counts 0 times what is there: no NaN
             self._layers[layer] = buffers
         return buffers
 
@@ -134,7 +137,9 @@ class StepPass:
         if self._bias is None:
             at, last = torch.arange(self._span, device=self._lengths.device), self._lengths[:, None]
             hidden = at > last if window is None else (at > last) | (at <= last - window)
-            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(
+                hidden, float("-inf")
+            )
             self._bias = bias.repeat_interleave(groups, 0)[:, None, None]  # [b*m, 1, 1, span]
         return AttentionMask(causal=False, bias=self._bias)
 
@@ -189,7 +194,9 @@ class Decoder:
         length = length if self._maker is None else _span(length)
         if length > self._cache.max_length:
             self._allocate(length)
-        if self._maker is not None and not self._steps:  # before any prompt, so that no token depends on what a trial finds
+        if (
+            self._maker is not None and not self._steps
+        ):  # before any prompt, so that no token depends on what a trial finds
             self.lengths = [0]
             self.step([0])
             self.lengths = []
@@ -279,11 +286,15 @@ class Decoder:
         if captured is not None and not problem and not self._capture.must:
             replayed = captured.replay(given)[:, : self.vocab_size].cpu()  # the same token to the same place
             differs = not torch.equal(replayed.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
-            problem = next(filter(None, self._capture.of_all("a replay has other bits than an eager step" if differs else "")), "")
+            problem = next(
+                filter(None, self._capture.of_all("a replay has other bits than an eager step" if differs else "")), ""
+            )
         if problem and self._capture.must:
             raise ConfigError(f"--cuda-graphs on cannot be: {problem}; use --cuda-graphs auto or off")
         if problem or not self._has_told:
-            self._capture.tell(f"captured steps: {f'not used, {problem}' if problem else 'used (the bits of an eager step)'}")
+            self._capture.tell(
+                f"captured steps: {f'not used, {problem}' if problem else 'used (the bits of an eager step)'}"
+            )
         self._has_told = True
         return None if problem else captured
 

@@ -80,7 +80,9 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     wide = logits.detach().to("cpu", torch.float64)
     number = sampling.top_k if 0 < sampling.top_k < wide.numel() else wide.numel()
     # a sort of a whole vocabulary takes longer than the step of a small model: those below the k-th are left out, its equals are not
-    ids = (wide >= torch.topk(wide, number).values[-1]).nonzero()[:, 0] if number < wide.numel() else torch.arange(number)
+    ids = (
+        (wide >= torch.topk(wide, number).values[-1]).nonzero()[:, 0] if number < wide.numel() else torch.arange(number)
+    )
     ordered, places = torch.sort(wide[ids], descending=True, stable=True)
     ordered, ids = ordered[:number], ids[places[:number]]
     # the maximum is subtracted before the division, so that no temperature overflows
@@ -156,14 +158,19 @@ def generate(
     device = model.embedding.word_embeddings.weight.device
 
     def pick(logits: Tensor, sequences: list[_Sequence]) -> list[int]:
-        chosen = [choose(of_one, sampling or Sampling(), s.sample, len(s.tokens)) for of_one, s in zip(logits, sequences, strict=True)]
+        chosen = [
+            choose(of_one, sampling or Sampling(), s.sample, len(s.tokens))
+            for of_one, s in zip(logits, sequences, strict=True)
+        ]
         return agreed(chosen, model.layout, device)
 
     kind = Decoder if use_cache else _WithoutCache
     return _generate(decoder or kind(model, 1, vocab_size, kernel=kernel), pick, starts, ending, num_samples)
 
 
-def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
+def complete(
+    model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object
+) -> list[list[list[int]]]:
     """Call ``generate`` and collect the new token ids as ``[prompt][sample]`` (including an ``eod`` that ended a sequence)."""
     results: list[list[list[int]]] = [[[] for _ in range(num_samples)] for _ in prompts]
     for new in generate(model, prompts, num_samples=num_samples, **options):  # type: ignore[arg-type]
@@ -194,7 +201,9 @@ def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int 
     tokens, limit, vocab = [int(t) for t in prompt], model.config.max_positions, model.config.vocab_size or 0
     if not tokens:
         if eod is None:
-            raise ConfigError(f"prompt {index} is empty and the tokenizer has no end-of-document token to start from: give some text")
+            raise ConfigError(
+                f"prompt {index} is empty and the tokenizer has no end-of-document token to start from: give some text"
+            )
         tokens = [eod]
     if len(tokens) > limit:
         raise ConfigError(
@@ -203,7 +212,9 @@ def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int 
         )
     outside = [t for t in tokens if not 0 <= t < vocab]
     if outside:
-        raise ConfigError(f"prompt {index} has the token id {outside[0]}, the model's vocabulary is 0 to {vocab - 1}: use its tokenizer")
+        raise ConfigError(
+            f"prompt {index} has the token id {outside[0]}, the model's vocabulary is 0 to {vocab - 1}: use its tokenizer"
+        )
     return tokens
 
 

@@ -107,7 +107,9 @@ def find_stored(
         _take_tokenizer(config.data, Path(tokenizer_file))
     else:
         kept.take(config.data, kept.Record.from_json(state.get("tokenizer")), folder)
-    has_own = config.data.tokenizer_type in _HAS_OWN_VOCABULARY or bool(config.data.tokenizer_model or config.data.vocab_file)
+    has_own = config.data.tokenizer_type in _HAS_OWN_VOCABULARY or bool(
+        config.data.tokenizer_model or config.data.vocab_file
+    )
     tokenizer = build_tokenizer(config.data, None if has_own else vocab_size)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(

@@ -165,10 +165,17 @@ def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) 
         return
     config = stored_config(options)
     config.parallel = ParallelConfig(  # not the run's: its pipeline, for one, is none of these processes
-        tensor_model_parallel_size=options.tp_size, sequence_parallel_size=options.sp_size, context_parallel_size=options.cp_size
+        tensor_model_parallel_size=options.tp_size,
+        sequence_parallel_size=options.sp_size,
+        context_parallel_size=options.cp_size,
     )
     batch = config.batch
-    batch.global_batch_size, batch.rampup_batch_size, batch.step_batch_size_schedule, batch.eval_global_batch_size = None, None, None, None
+    batch.global_batch_size, batch.rampup_batch_size, batch.step_batch_size_schedule, batch.eval_global_batch_size = (
+        None,
+        None,
+        None,
+        None,
+    )
     raise_all(inference_violations(config, world_size))
     if not copies and world_size != product:
         raise ConfigError(
@@ -187,7 +194,9 @@ def check_graphs(options: argparse.Namespace) -> None:
     """
     if options.cuda_graphs == "on":
         has_gpu = options.device != "cpu" and torch.cuda.is_available()
-        raise_all([violation(obstacle) for obstacle in decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)])
+        raise_all(
+            [violation(obstacle) for obstacle in decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)]
+        )
 
 
 def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capture | None:
@@ -203,7 +212,9 @@ def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capt
 def join(options: argparse.Namespace, launch: Launch) -> Team:
     """Choose the device and join the other processes. Collective. Raises PeerError: not all of them joined."""
     device = choose_device(options.device, launch)
-    if options.num_threads or launch.world_size > 1:  # torchrun's default of one thread per process leaves the other cores idle
+    if (
+        options.num_threads or launch.world_size > 1
+    ):  # torchrun's default of one thread per process leaves the other cores idle
         cores = num_cores()
         torch.set_num_threads(options.num_threads or max(1, cores // launch.local_world_size))
     if launch.world_size == 1:
@@ -218,7 +229,9 @@ def join(options: argparse.Namespace, launch: Launch) -> Team:
         raise PeerError(f"the {launch.world_size} processes did not find each other: {first_line(error)}") from error
 
 
-def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what: str, instead: dict[str, str]) -> Loaded:
+def load(
+    options: argparse.Namespace, team: Team, cls: type[LanguageModel], what: str, instead: dict[str, str]
+) -> Loaded:
     """Load this rank's part of a stored model. Collective.
 
     Args:
@@ -231,7 +244,13 @@ def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what
     folder = reader.find(options.load, options.ckpt_step)
     with team.agree():
         stored = find_stored(
-            folder, None, what, instead, lambda line: team.say(f"warning: {line}"), options.tokenizer_model, checkpointer=reader
+            folder,
+            None,
+            what,
+            instead,
+            lambda line: team.say(f"warning: {line}"),
+            options.tokenizer_model,
+            checkpointer=reader,
         )
         choose_bos(stored.tokenizer, options.bos)
     on_gpu = team.device.type == "cuda"

@@ -138,7 +138,11 @@ class BertModel(LanguageModel):
             self.binary_head = Dense(config.hidden_size, 2, init, self.layout)
 
     def _head_modules(self) -> dict[str, nn.Module]:
-        order = {} if self.pooler is None or self.binary_head is None else {"pooler": self.pooler, "binary_head": self.binary_head}
+        order = (
+            {}
+            if self.pooler is None or self.binary_head is None
+            else {"pooler": self.pooler, "binary_head": self.binary_head}
+        )
         return {"lm_head": self.lm_head, "output_layer": self.output_layer, **order}
 
     @property
@@ -173,7 +177,11 @@ class BertModel(LanguageModel):
         order_sum, order_hits = self._order(x, cut.row_of(0), order)
         if x.device.type in self.selects_on:
             places = loss_mask.reshape(-1).nonzero()[:, 0]
-            x, labels, loss_mask = rows_of(x)[places, None], labels.reshape(-1)[places, None], loss_mask.reshape(-1)[places, None]
+            x, labels, loss_mask = (
+                rows_of(x)[places, None],
+                labels.reshape(-1)[places, None],
+                loss_mask.reshape(-1)[places, None],
+            )
         x = self.lm_head(x)
         self.use_table(events)
         made = self.head.loss(x, labels, loss_mask)
@@ -184,7 +192,9 @@ class BertModel(LanguageModel):
         if self.pooler is None or self.binary_head is None:
             return None, None
         if row is None:
-            nothing = torch.zeros((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
+            nothing = torch.zeros(
+                (), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device
+            )
             return nothing, nothing
         if order is None:
             raise ValueError("this model has a head for sentence order and needs the order of each sequence, int64 [b]")

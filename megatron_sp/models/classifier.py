@@ -57,7 +57,13 @@ class BertClassifier(LanguageModel):
         return False
 
     def forward(
-        self, tokens: Tensor, types: Tensor, label: Tensor, weight: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
+        self,
+        tokens: Tensor,
+        types: Tensor,
+        label: Tensor,
+        weight: Tensor,
+        ctx: ForwardContext,
+        events: UnitEvents | None = None,
     ) -> ClassifierLoss:
         """Compute the loss of a micro-batch.
 

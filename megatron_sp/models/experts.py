@@ -110,7 +110,9 @@ class StackedLinear(nn.Module):
         ep: the ranks that share the experts.
     """
 
-    def __init__(self, num_experts: int, shape: tuple[int, int], init: WeightInit, *, bias: bool, ep: ExpertParallel) -> None:
+    def __init__(
+        self, num_experts: int, shape: tuple[int, int], init: WeightInit, *, bias: bool, ep: ExpertParallel
+    ) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         own = num_experts // ep.size
@@ -160,7 +162,9 @@ class SharedExpert(nn.Module):
         init = WeightInit(f"{name}.linear_fc1", std, seed, dtype)
         self.linear_fc1 = ColumnParallelLinear(rows, init, bias=config.mlp_bias, layout=layout)
         init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
-        self.linear_fc2 = RowParallelLinear(ffn, config.hidden_size, init, bias=config.mlp_bias, layout=layout, activation=activation)
+        self.linear_fc2 = RowParallelLinear(
+            ffn, config.hidden_size, init, bias=config.mlp_bias, layout=layout, activation=activation
+        )
 
     def weights(self) -> ExpertWeights:
         """Return the parameters as the op takes them."""
@@ -170,7 +174,9 @@ class SharedExpert(nn.Module):
 class ExpertMLP(nn.Module):
     """Router, experts and shared expert, with the interface of an MLP (``transformer.MLP``)."""
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext
+    ) -> None:
         super().__init__()
         assert config.num_layers
         self.layout, self.layer, self.number = layout, layer, config.expert_layers(config.num_layers).index(layer)
@@ -178,7 +184,9 @@ class ExpertMLP(nn.Module):
         self.router_dtype = torch.float64 if config.moe_router_dtype == "fp64" else None
         self.router = Router(config, WeightInit(f"{name}.router", config.init_method_std, seed, dtype), layout)
         self.experts = Experts(config, f"{name}.experts", seed, dtype, layout)
-        self.shared_experts = SharedExpert(config, f"{name}.shared_experts", seed, dtype, layout) if config.shared_expert_size else None
+        self.shared_experts = (
+            SharedExpert(config, f"{name}.shared_experts", seed, dtype, layout) if config.shared_expert_size else None
+        )
 
     def forward(
         self, x: Tensor, norm: NormInFront | None, ctx: ForwardContext, *, onto: Tensor | None = None, add_input: bool = True

@@ -30,7 +30,11 @@ class GPTModel(LanguageModel):
         if config.untie_embeddings_and_output_weights:
             init = WeightInit("output_layer", config.init_method_std, seed, dtype)
             self.output_layer = VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, init, self.layout, divisible_by=config.make_vocab_size_divisible_by
+                config.vocab_size,
+                config.hidden_size,
+                init,
+                self.layout,
+                divisible_by=config.make_vocab_size_divisible_by,
             )
 
     def _head_modules(self) -> dict[str, nn.Module]:
@@ -39,7 +43,9 @@ class GPTModel(LanguageModel):
     @property
     def head(self) -> ParallelLMHead:
         """The LM head; with tied weights its table is that of the word embeddings."""
-        return ParallelLMHead(self.output_layer or self.embedding.word_embeddings, chunk_tokens=self.kernels.lm_head_chunk_tokens)
+        return ParallelLMHead(
+            self.output_layer or self.embedding.word_embeddings, chunk_tokens=self.kernels.lm_head_chunk_tokens
+        )
 
     @property
     def is_tied(self) -> bool:
@@ -75,7 +81,9 @@ class GPTModel(LanguageModel):
         cut = self.cut(tokens, ctx)
         return whole_sequence(made.tokens, cut).t(), whole_sequence(made.hits, cut).t()
 
-    def _head_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> HeadLoss:
+    def _head_loss(
+        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None
+    ) -> HeadLoss:
         x = self.hidden(tokens, ctx, events)
         self.use_table(events)
         cut = self.cut(tokens, ctx)

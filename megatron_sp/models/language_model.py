@@ -18,7 +18,15 @@ from megatron_sp.models.unit_order import ends_recomputed, expand_order, recompu
 from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
-from megatron_sp.parallel.forward_context import TABLE, ForwardContext, StageInput, Unit, UnitEvents, row_mask, unit_boundary
+from megatron_sp.parallel.forward_context import (
+    TABLE,
+    ForwardContext,
+    StageInput,
+    Unit,
+    UnitEvents,
+    row_mask,
+    unit_boundary,
+)
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
@@ -176,7 +184,9 @@ class LanguageModel(nn.Module):
         if self.has_head:
             self._build_head(seed, dtype)
             norm = self.stack.final_layernorm
-            built(Unit("head", nn.ModuleDict(({} if norm is None else {"final_layernorm": norm}) | self._head_modules())))
+            built(
+                Unit("head", nn.ModuleDict(({} if norm is None else {"final_layernorm": norm}) | self._head_modules()))
+            )
         if self.shares_table:
             built(Unit(TABLE, self.embedding.word_embeddings, "whole"))
         self._index = {unit.name: index for index, unit in enumerate(self._units)}
@@ -236,7 +246,9 @@ class LanguageModel(nn.Module):
         # what of the embedding is in its unit: all of it, or what is not shared
         if not self.shares_table:
             return self.embedding
-        return nn.ModuleDict({name: child for name, child in self.embedding.named_children() if name != "word_embeddings"})
+        return nn.ModuleDict(
+            {name: child for name, child in self.embedding.named_children() if name != "word_embeddings"}
+        )
 
     def units(self) -> list[Unit]:
         """Return the units of this rank's stages in the order of the forward pass; every parameter is in exactly one."""
@@ -259,9 +271,13 @@ class LanguageModel(nn.Module):
     @property
     def _reads_embedding_again(self) -> bool:
         """True if backward must fetch the embedding again for its norm's weight; with a tied head the embedding is still whole then."""
-        return self.config.norm_placement == "post" and not (self.is_tied and len(self.stages) == 1 and self.stages[0].num_stages == 1)
+        return self.config.norm_placement == "post" and not (
+            self.is_tied and len(self.stages) == 1 and self.stages[0].num_stages == 1
+        )
 
-    def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None
+    ) -> Tensor:
         """Compute the final hidden states [s/(sp * parts), b, h] of this rank's positions from token ids (and segments) [b, s].
 
         With ``ctx.stage`` that stage alone is computed, from what the one before has returned.
@@ -342,7 +358,9 @@ class LanguageModel(nn.Module):
 
     def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
         again, dropout = self.kernels.recompute_attention, 0.0 if ctx.dropout is None else self.config.attention_dropout
-        gives_lse = not ctx.repeats_attention and keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout)
+        gives_lse = not ctx.repeats_attention and keeps_results(
+            ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout
+        )
         if again == "full" or not (gives_lse or ctx.plan is not None):  # attention in pieces has it from every kernel
             return ctx
         return replace(ctx, kept=KeptTensors(), keeps_received=again == "none" and self.layout.sp.size > 1)
@@ -351,7 +369,9 @@ class LanguageModel(nn.Module):
         """Return this rank's positions of a micro-batch [b, s]; with cp they follow from the mask, alike on all ranks of a replica."""
         length = tokens.shape[1]
         whole = self.layout.cp.size == 1 and ctx.row_slice is None
-        return self.layout.cut(RowMask(length) if whole else row_mask(ctx.mask, length, self.config.window_size), ctx.row_slice)
+        return self.layout.cut(
+            RowMask(length) if whole else row_mask(ctx.mask, length, self.config.window_size), ctx.row_slice
+        )
 
     def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         # the position ids of the tokens: [s], or [s, b] if they differ between sequences
@@ -375,13 +395,19 @@ class LanguageModel(nn.Module):
             ctx.routers.rows = cut.take(at)[cut.tp_seq_slice][: cut.num_tokens]
         if self.layout.cp.size > 1 or ctx.row_slice is not None:
             if ctx.cache is not None:
-                raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")
+                raise RuntimeError(
+                    "a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank"
+                )
             from megatron_sp.parallel.context_plan import plan_context
 
-            ctx = replace(ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares, cut.keys))
+            ctx = replace(
+                ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares, cut.keys)
+            )
         if ctx.dropout is not None:
             keys = ctx.dropout.token_keys
-            ctx = replace(ctx, dropout=DropoutKeys(cut.share(keys)), local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice]))
+            ctx = replace(
+                ctx, dropout=DropoutKeys(cut.share(keys)), local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice])
+            )
         if ctx.rotary is None:
             ctx = replace(ctx, rotary=rotary_of(self.config, cut.share(positions), self.params_dtype))
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
@@ -413,5 +439,7 @@ def _run_layers(
         if offload is None:
             x = block(x, ctx, around)
         else:
-            x = offload.run(partial(block, ctx=ctx, around_experts=around), x, block.parameters, last=layer + 1 == len(layers))
+            x = offload.run(
+                partial(block, ctx=ctx, around_experts=around), x, block.parameters, last=layer + 1 == len(layers)
+            )
     return x

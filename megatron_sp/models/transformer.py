@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.attention import AttentionMask, core_attention, cut_qkv, fold_mask, head_row_keys, join_qkv, lse_kernel, split_qkv
+from megatron_sp.ops.attention import (
+    AttentionMask,
+    core_attention,
+    cut_qkv,
+    fold_mask,
+    head_row_keys,
+    join_qkv,
+    lse_kernel,
+    split_qkv,
+)
 from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.dropout import hash_dropout
 from megatron_sp.ops.main_grad import MainGrad
@@ -51,7 +60,9 @@ SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2
 class SelfAttention(nn.Module):
     """QKV projection, rotary, attention, output projection; the fused weight has rows [g, n/g + 2, d]."""
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext
+    ) -> None:
         super().__init__()
         assert config.hidden_size and config.num_attention_heads and config.num_layers  # validate() has seen to it
         self.layer, self.layout = layer, layout
@@ -74,7 +85,9 @@ class SelfAttention(nn.Module):
         self.main_grad: MainGrad | None = None
         self._plan: AttentionPlan | None = None  # of the pass before
 
-    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None
+    ) -> tuple[Tensor, Tensor]:
         """Return x + attention(norm(x)), without a norm x + attention(x), both [s, b, h], and x itself for its other consumers.
 
         The gradient of that second output is added inside this op, so the gradient of x is complete at once, after all
@@ -141,7 +154,12 @@ class AttentionCore:
         self.layer, self.ctx, self.r, self.d = layer, ctx, layer.queries_per_group, layer.head_dim
         self.parameters: Sequence[Tensor] = ()
         if layer.qk_layernorm:
-            self.parameters = [p for norm in (layer.q_layernorm, layer.k_layernorm) if norm.main_grad is None for p in norm.parameters()]
+            self.parameters = [
+                p
+                for norm in (layer.q_layernorm, layer.k_layernorm)
+                if norm.main_grad is None
+                for p in norm.parameters()
+            ]
 
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return queries, keys and values in the layout of the attention kernels; see ``parallel.ulysses.Core``."""
@@ -149,12 +167,21 @@ class AttentionCore:
         rotates_inside = self.ctx.rotary is not None and not self.layer.qk_layernorm
         fused = recv_buffers.get("qkv")
         if "q" in recv_buffers and "k" not in recv_buffers:
-            q, k, v = self._grouped(self._rotated(recv_buffers["q"]) if rotates_inside else recv_buffers["q"], share), None, None
+            q, k, v = (
+                self._grouped(self._rotated(recv_buffers["q"]) if rotates_inside else recv_buffers["q"], share),
+                None,
+                None,
+            )
             if (pairs := recv_buffers.get("kv")) is not None:
                 pairs = self._rotated(pairs, heads=2) if rotates_inside else pairs
-                k, v = pairs.view(pairs.shape[0], pairs.shape[1] * (pairs.shape[2] // (2 * self.d)), 2, self.d).split(1, dim=2)
+                k, v = pairs.view(pairs.shape[0], pairs.shape[1] * (pairs.shape[2] // (2 * self.d)), 2, self.d).split(
+                    1, dim=2
+                )
         elif fused is None:
-            q, k, v = (self._rotated(recv_buffers[part]) if rotates_inside and part != "v" else recv_buffers[part] for part in "qkv")
+            q, k, v = (
+                self._rotated(recv_buffers[part]) if rotates_inside and part != "v" else recv_buffers[part]
+                for part in "qkv"
+            )
             q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
         elif groups == 0:
             q, k, v = self._grouped(self._rotated(fused) if rotates_inside else fused, share), None, None
@@ -162,7 +189,9 @@ class AttentionCore:
             each = queries // groups
             q, k, v = split_qkv(fused, each, self.d, rotary=self.ctx.rotary if rotates_inside else None)
         else:  # queries, keys, values, one after another
-            fused = self._rotated(fused, heads=queries + 2 * groups, rotated=queries + groups) if rotates_inside else fused
+            fused = (
+                self._rotated(fused, heads=queries + 2 * groups, rotated=queries + groups) if rotates_inside else fused
+            )
             q, k, v = fused.split([queries * self.d, groups * self.d, groups * self.d], dim=-1)
             q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
         if self.layer.norms_all_heads:
@@ -184,7 +213,13 @@ class AttentionCore:
         Autograd differentiates norms of queries and keys, attention across ranks, dropout that a kernel draws, and uneven groups.
         """
         ctx, layer, (rotary, d) = self.ctx, self.layer, (self.ctx.rotary, self.d)
-        if layer.qk_layernorm or ctx.plan is not None or ctx.recompute_core or ctx.cache is not None or not is_uniform(share, self.r):
+        if (
+            layer.qk_layernorm
+            or ctx.plan is not None
+            or ctx.recompute_core
+            or ctx.cache is not None
+            or not is_uniform(share, self.r)
+        ):
             return None
         if ctx.dropout is not None and layer.attention_dropout > 0:
             return None
@@ -194,7 +229,10 @@ class AttentionCore:
         elif fused is not None and shared is not None:
             q, (k, v) = self._grouped(fused, share), shared
         elif "k" in recv_buffers:
-            q, k, v = self._grouped(recv_buffers["q"], share), *(self._apart(recv_buffers[part], groups) for part in "kv")
+            q, k, v = (
+                self._grouped(recv_buffers["q"], share),
+                *(self._apart(recv_buffers[part], groups) for part in "kv"),
+            )
         else:
             return None
         kind = layer.window, q.shape, q.stride(), k.shape
@@ -232,7 +270,9 @@ class AttentionCore:
         n, g = layer.q_layernorm.weight.shape[0] // self.d, layer.k_layernorm.weight.shape[0] // self.d
         key = layer.first_head // (n // g)  # of the tp rank
         # a key head counts on the rank of its first query
-        owned = sum(share.queries.start <= at * self.r and (key + at) * (n // g) >= layer.first_head for at in share.uses)
+        owned = sum(
+            share.queries.start <= at * self.r and (key + at) * (n // g) >= layer.first_head for at in share.uses
+        )
         ranges = (
             HeadRange(layer.first_head + share.queries.start, len(share.queries), n * self.d),
             HeadRange(key + share.uses.start, owned, g * self.d),
@@ -253,7 +293,9 @@ class AttentionCore:
         """Compute attention; with a KV cache over the keys and values of all positions so far. See ``parallel.ulysses.Core``."""
         if self.ctx.cache is not None:
             k, v = self.ctx.cache.extend(self.layer.layer, k, v)
-        if self.ctx.recompute_core and self.ctx.plan is None:  # across ranks attention saves no scores, and its exchanges are not repeated
+        if (
+            self.ctx.recompute_core and self.ctx.plan is None
+        ):  # across ranks attention saves no scores, and its exchanges are not repeated
             return recompute(self._core, q, k, v, share, None, draws_random=self.layer.draws_random(self.ctx))
         return self._core(q, k, v, share, kept)
 
@@ -307,7 +349,9 @@ class AttentionCore:
     def _grouped(self, q: Tensor, share: Share) -> Tensor:
         """Reshape queries [s, b, (g r d)] to [s, (b g), r, d]; if the groups are uneven, each query is a group of its own."""
         each = len(share.queries) // len(share.uses) if is_uniform(share, self.r) else 1
-        return q.reshape(q.shape[0], q.shape[1] * len(share.queries) // each, each, self.d)  # no -1: there may be no rows
+        return q.reshape(
+            q.shape[0], q.shape[1] * len(share.queries) // each, each, self.d
+        )  # no -1: there may be no rows
 
     def _apart(self, x: Tensor, groups: int) -> Tensor:
         # reshape keys or values [s, b, (g d)] to [s, (b g), 1, d]
@@ -332,14 +376,23 @@ class MLP(nn.Module):
         ffn, mine = config.ffn_size, config.ffn_size // layout.tp.size
         runs = tuple((half * ffn + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
         rows = ShardSpec.split((ffn * activation.width_factor, config.hidden_size), 0, runs)
-        self.linear_fc1 = ColumnParallelLinear(rows, WeightInit(f"{name}.linear_fc1", std, seed, dtype), bias=bias, layout=layout)
+        self.linear_fc1 = ColumnParallelLinear(
+            rows, WeightInit(f"{name}.linear_fc1", std, seed, dtype), bias=bias, layout=layout
+        )
         init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
-        self.linear_fc2 = RowParallelLinear(ffn, config.hidden_size, init, bias=bias, layout=layout, activation=activation)
+        self.linear_fc2 = RowParallelLinear(
+            ffn, config.hidden_size, init, bias=bias, layout=layout, activation=activation
+        )
         self.activation, self.tp = activation, layout.tp
         self.main_grad: MainGrad | None = None
 
     def forward(
-        self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1, onto: Tensor | None = None
+        self,
+        x: Tensor,
+        norm: NormInFront | None,
+        dropout: ResidualDropout | None,
+        chunks: int = 1,
+        onto: Tensor | None = None,
     ) -> Tensor:
         """Return x + mlp(norm(x)), or without a norm x + mlp(x), [s, b, h], computed in ``chunks`` pieces of the positions.
 
@@ -355,7 +408,15 @@ class MLP(nn.Module):
             return chunked_mlp(x, norm, fc1, fc2, plan, rows=rows, onto=onto, main_grad=self.main_grad)
         inside = dropout is None
         out, x = mlp(
-            x, norm, fc1, fc2, self.activation, onto=onto if inside else None, add_input=inside, tp=self.tp, main_grad=self.main_grad
+            x,
+            norm,
+            fc1,
+            fc2,
+            self.activation,
+            onto=onto if inside else None,
+            add_input=inside,
+            tp=self.tp,
+            main_grad=self.main_grad,
         )
         return out if dropout is None else dropped_onto(x if onto is None else onto, out, dropout)
 
@@ -386,7 +447,9 @@ class TransformerBlock(nn.Module):
     the attention op passes its input on to the MLP, and waits for the gradients of both.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext
+    ) -> None:
         super().__init__()
         assert config.hidden_size
         self.layer = layer
@@ -410,14 +473,18 @@ class TransformerBlock(nn.Module):
         if self.post:
             self.post_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
 
-    def forward(self, x: Tensor, ctx: ForwardContext, around_experts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, ctx: ForwardContext, around_experts: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """Apply the block to x [s, b, h]; the result has the same shape.
 
         Args:
             around_experts: identity on the experts' input, which reports in backward that their gradients are complete.
         """
         if self.post:
-            x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))[0])
+            x = self.post_attention_layernorm(
+                self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))[0]
+            )
             return self.post_mlp_layernorm(self._mlp(x, None, ctx))
         y, x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
         norm = self.pre_mlp_layernorm.in_front()

@@ -32,7 +32,9 @@ def expand_order(order: Sequence[int], units: Sequence[tuple[int, ...]]) -> list
     return [unit for number in order for unit in units[number]]
 
 
-def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool, embedding_again: bool = False) -> list[int]:
+def unit_order(
+    kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool, embedding_again: bool = False
+) -> list[int]:
     """Return the units in the order in which a pass reads their parameters.
 
     Args:

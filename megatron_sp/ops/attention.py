@@ -133,7 +133,9 @@ class _SplitQKV(torch.autograd.Function):
         return join_qkv(grad_q, grad_k, grad_v, ctx.shape, ctx.rotary), None, None, None
 
 
-def cut_qkv(qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+def cut_qkv(
+    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``split_qkv`` does, without a graph."""
     s, b, width = qkv.shape
     per_group = (queries_per_group + 2) * head_dim
@@ -144,7 +146,9 @@ def cut_qkv(qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Te
     return q, k, v
 
 
-def join_qkv(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def join_qkv(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Return the gradient of the fused tensor from those of its parts, in whose memory it is if they are views of one tensor."""
     s, m, r, d = grad_q.shape
     packed = grad_q._base
@@ -253,7 +257,11 @@ def _pieces_of(q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName) ->
     lengths = mask.lengths_on_host()
     if lengths is None and q.shape[0] > 1:
         lengths = tuple(mask.key_lengths.tolist())  # the host waits: a mask [m, s, s] would cost more
-    return (None, 1) if lengths is None else (pieces_of_lengths(lengths, k.shape[0], mask.causal), q.shape[1] // len(lengths))
+    return (
+        (None, 1)
+        if lengths is None
+        else (pieces_of_lengths(lengths, k.shape[0], mask.causal), q.shape[1] // len(lengths))
+    )
 
 
 def _are_documents(pieces: tuple[Part, ...], each: int, q: Tensor) -> bool:
@@ -278,7 +286,11 @@ def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, h
     if dropout > 0:
         return "with attention dropout a kernel draws its mask, which is not kept"
     if device.type == "cpu" and kernel not in FLASH_NAMES:
-        return "" if _HAS_CPU_FLASH else f"torch {torch.__version__} has no fused kernel for a CPU whose backward can be called"
+        return (
+            ""
+            if _HAS_CPU_FLASH
+            else f"torch {torch.__version__} has no fused kernel for a CPU whose backward can be called"
+        )
     if dtype not in (torch.bfloat16, torch.float16):
         return f"torch's kernel for {str(dtype).removeprefix('torch.')} on a GPU is not a flash kernel, and its results are not kept"
     if head_dim % 8 or head_dim > MOST_HEAD_DIM:
@@ -326,7 +338,9 @@ def _flash_with_lse(kernel: KernelName, q: Tensor) -> FlashKernel | None:
     return TorchFlash() if kernel in ("sdpa", "cudnn") and torch_has_varlen(q) else None
 
 
-def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None) -> Callable[..., Tensor] | None:
+def _varlen_kernel(
+    q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None
+) -> Callable[..., Tensor] | None:
     """Return a kernel for all documents at once (``gpu_kernels.varlen``), or None if there is none for these arguments."""
     if kernel in FLASH_NAMES:
         name = kernel
@@ -345,11 +359,21 @@ def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, 
 
 
 def _flash_of_torch(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, max_q: int, max_k: int, dropout: float, causal: bool, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    window: int | None,
 ) -> Tensor:
     """Call torch's flash kernel on a GPU directly, since SDPA supports neither cumulative sequence lengths nor windows."""
     more = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, max_q, max_k, dropout, causal, False, **more)[0]
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, ends, ends, max_q, max_k, dropout, causal, False, **more
+    )[0]
     return out
 
 
@@ -415,7 +439,10 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropou
     tiles = [torch.zeros_like(q[:blind])] if blind else []
     for first in range(blind, s_q, rows):
         last = min(first + rows, s_q)
-        keys = slice(0 if mask.window is None else max(0, first + behind - mask.window + 1), last + behind if mask.causal else s_k)
+        keys = slice(
+            0 if mask.window is None else max(0, first + behind - mask.window + 1),
+            last + behind if mask.causal else s_k,
+        )
         allowed = _allowed(mask, s_q, s_k, q.device, slice(first, last), keys)
         tiles.append(_any_sdpa(q[first:last], k[keys], v[keys], allowed, dropout))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
@@ -426,10 +453,14 @@ def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: 
     if q.device.type == "cuda":
         return _fused_sdpa(q, k, v, allowed, dropout, causal)
     q, k, v = by_head(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal).permute(2, 0, 1, 3)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal).permute(
+        2, 0, 1, 3
+    )
 
 
-def _fused_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False) -> Tensor:
+def _fused_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False
+) -> Tensor:
     """Call SDPA on a GPU with any of its kernels but the one that writes all scores [m, r, s_q, s_k] to memory.
 
     SDPA takes that one without a word where no other applies. The flash and cuDNN kernels know grouped queries; the
@@ -515,7 +546,9 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
     if mask.bias is not None:
         scores = scores + mask.bias
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, torch.finfo(wide).min)  # not -inf: a query that sees nothing would become NaN
+        scores = scores.masked_fill(
+            ~allowed, torch.finfo(wide).min
+        )  # not -inf: a query that sees nothing would become NaN
     probs = torch.softmax(scores, dim=-1)
     if allowed is not None and (mask.key_lengths is not None or q.shape[2] > k.shape[2]):
         probs = probs.masked_fill(~allowed, 0.0)  # such a query gets zero, as in the other kernels
@@ -527,7 +560,12 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
 
 
 def _allowed(
-    mask: AttentionMask, s_q: int, s_k: int, device: torch.device, queries: slice | None = None, keys: slice | None = None
+    mask: AttentionMask,
+    s_q: int,
+    s_k: int,
+    device: torch.device,
+    queries: slice | None = None,
+    keys: slice | None = None,
 ) -> Tensor | None:
     """Return the mask as bool, broadcastable to [m, r, s_q, s_k], True where attention is allowed; None if nothing is masked.
 

@@ -37,8 +37,15 @@ ALL_SCORES = "the scores of all pairs of tokens are in memory"
 _GROUPS: dict[str, tuple[KernelName, ...]] = {
     "auto": ("flash4", "flash3", "cudnn", "flash2", "sdpa"), "flash": ("flash4", "flash3", "flash2"), "fused": ("sdpa",),
 }  # fmt: skip
-_THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {"flash4": ("sdpa-fa4", "FA4"), "flash3": ("sdpa-fa3", "FA3")}
-_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest element; fp32 may be TF32 inside
+_THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {
+    "flash4": ("sdpa-fa4", "FA4"),
+    "flash3": ("sdpa-fa3", "FA3"),
+}
+_TOLERANCE = {
+    torch.float32: 1e-2,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.01,
+}  # of the largest element; fp32 may be TF32 inside
 _16_BIT = (torch.bfloat16, torch.float16)
 
 IN_PIECES: tuple[KernelName, ...] = ("sdpa", *FLASH_NAMES, "cudnn")
@@ -141,15 +148,23 @@ def find_candidates(backend: str, use: AttentionUse) -> Candidates:
                 names.append(way)
                 break
     if names:
-        return Candidates(tuple(names), "asked for" if backend not in ("auto", "flash") else _without(names, lacks), _only_reasons(lacks))
+        return Candidates(
+            tuple(names),
+            "asked for" if backend not in ("auto", "flash") else _without(names, lacks),
+            _only_reasons(lacks),
+        )
     if "sdpa" in wanted:
-        return Candidates(("reference",), f"no fused kernel works here ({_listed(lacks)}): {ALL_SCORES}", _only_reasons(lacks))
+        return Candidates(
+            ("reference",), f"no fused kernel works here ({_listed(lacks)}): {ALL_SCORES}", _only_reasons(lacks)
+        )
     raise RuntimeError(f"--attention-backend {backend} cannot be used: {_listed(lacks)}. Use --attention-backend auto.")
 
 
 def _on_cpu(backend: str, use: AttentionUse) -> Candidates:
     if backend == "auto" and use.dropout > 0:
-        return Candidates(("reference",), "attention dropout on CPU: torch's fused kernel falls back to a slower path with it")
+        return Candidates(
+            ("reference",), "attention dropout on CPU: torch's fused kernel falls back to a slower path with it"
+        )
     cost = f"; with attention dropout on a CPU {ALL_SCORES}" if use.dropout > 0 else ""
     return Candidates(("sdpa",), f"asked for{cost}" if backend == "fused" else "flash-attn not used: it needs a GPU")
 
@@ -210,7 +225,9 @@ def _context_lack(name: KernelName, use: AttentionUse) -> str:
 def _own_lack(name: KernelName, use: AttentionUse) -> str:
     if name == "cudnn":
         return _cudnn_lack(use)
-    package = next((p for p in (name, *(n for n, way in _THROUGH_TORCH.items() if way[0] == name)) if p in PACKAGES), None)
+    package = next(
+        (p for p in (name, *(n for n, way in _THROUGH_TORCH.items() if way[0] == name)) if p in PACKAGES), None
+    )
     if package is None:
         return ""
     flash = PACKAGES[package]  # type: ignore[index]
@@ -231,7 +248,11 @@ def _cudnn_lack(use: AttentionUse) -> str:
         return "torch has no cuDNN here"
     q, k = (torch.empty(1, n, 64, use.head_dim, device=use.device, dtype=use.dtype) for n in (use.queries_per_group, 1))
     params = torch.backends.cuda.SDPAParams(q, k, k, None, use.dropout, use.causal, use.queries_per_group > 1)
-    return "" if torch.backends.cuda.can_use_cudnn_attention(params) else f"SDPA does not take it on {_gpu_words(use.device)}"
+    return (
+        ""
+        if torch.backends.cuda.can_use_cudnn_attention(params)
+        else f"SDPA does not take it on {_gpu_words(use.device)}"
+    )
 
 
 def _gpu_words(device: torch.device) -> str:
@@ -292,7 +313,11 @@ def _trial(name: KernelName, use: AttentionUse, kept: bool = False) -> str:
         return f"it fails here: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
     finally:
         activate("sdpa")
-    return "" if error <= _TOLERANCE[use.dtype] else f"it is wrong here: an example differs from the plain kernel's result by {error:.2g}"
+    return (
+        ""
+        if error <= _TOLERANCE[use.dtype]
+        else f"it is wrong here: an example differs from the plain kernel's result by {error:.2g}"
+    )
 
 
 def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> float:

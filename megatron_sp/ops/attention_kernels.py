@@ -131,7 +131,9 @@ def attend_with(kernel: LseKernel, q: Tensor, k: Tensor, v: Tensor, kept: KeptTe
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LseKernel, results: tuple[Tensor, ...] | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LseKernel, results: tuple[Tensor, ...] | None
+    ) -> Tensor:
         out, *lse = kernel.forward(q, k, v) if results is None else results
         out = out if results is None else out.detach()  # what was kept stays a plain tensor
         ctx.save_for_backward(q, k, v, out, *lse)
@@ -171,13 +173,17 @@ class DenseCPU:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         s, m, r, d = q.shape
         if is_small(q):
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(*by_head(q, k, v), 0.0, self.causal)
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+                *by_head(q, k, v), 0.0, self.causal
+            )
             return out.permute(2, 0, 1, 3).contiguous(), lse  # [m, r, s, d] -> [s, m, r, d]
         out = empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((m, r, s), dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
         for groups in blocks(m, s * r * d * q.element_size(), q.device):
             operands = by_head(q[:, groups], k[:, groups], v[:, groups])
-            of_heads, lse[groups] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, self.causal)
+            of_heads, lse[groups] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *operands, 0.0, self.causal
+            )
             out[:, groups] = of_heads.permute(2, 0, 1, 3)  # [m, r, s, d] -> [s, m, r, d]
         return out, lse
 
@@ -193,7 +199,12 @@ class DenseCPU:
         for groups in blocks(m, s * r * d * q.element_size(), q.device):
             operands = by_head(q[:, groups], k[:, groups], v[:, groups])
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad[:, groups].permute(1, 2, 0, 3), *operands, out[:, groups].permute(1, 2, 0, 3), lse[0][groups], 0.0, self.causal
+                grad[:, groups].permute(1, 2, 0, 3),
+                *operands,
+                out[:, groups].permute(1, 2, 0, 3),
+                lse[0][groups],
+                0.0,
+                self.causal,
             )
             part_q, part_k, part_v = (t.permute(2, 0, 1, 3) for t in found)
             if r > 1:  # the group's one key and value served all its queries

@@ -224,7 +224,8 @@ class ExpertGrads:
 
     def __init__(self, params: ExpertWeights, needs: tuple[bool, bool, bool, bool], main_grad: MainGrad | None) -> None:
         self._w1, self._b1, self._w2, self._b2 = (
-            _StackedGrad(main_grad, param) if need and param is not None else None for param, need in zip(params, needs, strict=True)
+            _StackedGrad(main_grad, param) if need and param is not None else None
+            for param, need in zip(params, needs, strict=True)
         )
 
     @property

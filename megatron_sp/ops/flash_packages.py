@@ -139,11 +139,18 @@ _NOT_WANTED = (
     "leftpad_k", "max_seqlen_k", "max_seqlen_q", "out", "out_", "page_table", "q_descale", "qv", "rng_state", "rotary_cos", "rotary_sin",
     "seqlens_rotary", "sequed_k", "sequed_q", "seqused_k", "seqused_q", "v_descale", "v_new",
 )  # fmt: skip
-_NEUTRAL: dict[str, Any] = dict.fromkeys(_NOT_WANTED) | {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False, "num_splits": 1}
+_NEUTRAL: dict[str, Any] = dict.fromkeys(_NOT_WANTED) | {
+    "dropout_p": 0.0,
+    "softcap": 0.0,
+    "return_softmax": False,
+    "num_splits": 1,
+}
 """What is passed for arguments of no use here, where they have no default."""
 
 
-def dense(name: FlashName, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, dropout: float) -> Tensor:
+def dense(
+    name: FlashName, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, dropout: float
+) -> Tensor:
     """Compute attention; with --deterministic-mode by the deterministic backward.
 
     Args:
@@ -156,11 +163,22 @@ def dense(name: FlashName, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, win
     Raises:
         RuntimeError: the package is not available.
     """
-    return _out(availability.load(PACKAGES[name].package).flash_attn_func(q, k, v, **_options(name, causal, window, dropout)))
+    return _out(
+        availability.load(PACKAGES[name].package).flash_attn_func(q, k, v, **_options(name, causal, window, dropout))
+    )
 
 
 def packed(
-    name: FlashName, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, *, causal: bool, window: int | None, dropout: float
+    name: FlashName,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    longest: int,
+    *,
+    causal: bool,
+    window: int | None,
+    dropout: float,
 ) -> Tensor:
     """Compute attention of documents one after another; arguments as of ``dense``.
 
@@ -223,7 +241,15 @@ def backward_from_lse(
         allocate: makes tensors for the gradients, of which only the last stride must be 1; not called for version 4.
     """
     under, function = _UNDER[name], _function(name, True, pairs)
-    arguments = {"dout": grad, "q": q, "k": k, "v": v, "out": out, under.lse: lse.contiguous(), **_arguments(name, q, pairs)}
+    arguments = {
+        "dout": grad,
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        under.lse: lse.contiguous(),
+        **_arguments(name, q, pairs),
+    }
     arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if under.allocates:
         return cast("tuple[Tensor, Tensor, Tensor]", tuple(_call(function, arguments)[:3]))

@@ -158,7 +158,9 @@ class Packed:
         return Pairs(self.causal, self.window, lengths_of(self.documents, q.shape[0], q.device))
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], columns: int, kernel: Callable[..., Tensor]) -> Tensor:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], columns: int, kernel: Callable[..., Tensor]
+) -> Tensor:
     """Compute the attention of all documents in one call of a GPU kernel that autograd differentiates.
 
     Args:

@@ -76,7 +76,9 @@ class _Call:
         """Return the lengths of queries and keys."""
         if device not in self._known:
             queries, keys = [p.q_stop - p.q_start for p in self.pieces], [p.k_stop - p.k_start for p in self.pieces]
-            of_q, of_k = (to_device(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (queries, keys))
+            of_q, of_k = (
+                to_device(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (queries, keys)
+            )
             self._known[device] = Lengths(of_q, of_k, max(queries), max(keys))
         found: Lengths = self._known[device]
         return found
@@ -104,7 +106,9 @@ class FlashPieces:
             )  # fmt: skip
             so_far.add_rows(call.pieces, queries, out.unflatten(1, heads), lse.t().unflatten(1, heads))
 
-    def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
+    def backward(
+        self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
+    ) -> None:
         """See ``partial_attention.PieceKernel``."""
         heads = inputs.q.x.shape[1:3]
         for call in _calls(stage):
@@ -141,7 +145,9 @@ class DensePieces:
             out, lse = self._kernel(piece).forward(q.x[queries], of_keys[:, :, :1], of_keys[:, :, 1:])
             so_far.add_rows((piece,), queries, out, lse.permute(2, 0, 1))
 
-    def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
+    def backward(
+        self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
+    ) -> None:
         """See ``partial_attention.PieceKernel``."""
         for piece in stage.pieces:
             queries, keys = inputs.q.of_piece(piece, keys=False), kv.of_piece(piece, keys=True)
@@ -173,7 +179,9 @@ def calls_of(pieces: tuple[Piece, ...], window: int | None) -> tuple[_Call, ...]
             right = piece.offset - keys + queries
             assert window is not None, f"{piece} is a band, and the stage has no window"
             left = window - 1 - right
-            assert right >= 0 and left >= 0, f"{piece} has keys that no query sees, or queries without keys"  # -1 would be no limit
+            assert right >= 0 and left >= 0, (
+                f"{piece} has keys that no query sees, or queries without keys"
+            )  # -1 would be no limit
             if piece.offset >= keys - 1:  # all keys are before all queries
                 right = -1
         several = groups.setdefault((piece.kind == "diagonal", left, right), [[]])

@@ -43,14 +43,18 @@ class NormInFront:
     bias: Tensor | None
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, main_grad: MainGrad | None = None) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, main_grad: MainGrad | None = None
+) -> Tensor:
     """Normalize x [..., h] over its last dim; ``weight`` and ``bias`` are [h], the bias for LayerNorm only."""
     return _Norm.apply(x, weight, bias, spec, main_grad)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, main_grad: MainGrad | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, main_grad: MainGrad | None
+    ) -> Tensor:
         y, stats = norm_forward(x, weight, bias, spec)
         ctx.save_for_backward(x, *stats)
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
@@ -294,7 +298,9 @@ def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
     return _widen(weight) + 1 if zero_centered else _widen(weight)
 
 
-def _layer_norm_operands(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _layer_norm_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     # for torch's kernel: in fp32 or wider on the CPU, in x's dtype on CUDA (which computes in fp32 inside)
     if not zero_centered and weight.dtype == x.dtype and x.dtype not in _16_BIT:
         return x, weight, bias

@@ -214,7 +214,9 @@ def stage_of(pieces: tuple[Part, ...], window: int | None) -> Stage:
     for piece in pieces:
         start = piece.q_start
         first = piece.q_stop if window is None else min(piece.q_stop, start + window)
-        found.append(piece if first == piece.q_stop else piece._replace(q_stop=first, k_stop=piece.k_start + first - start))
+        found.append(
+            piece if first == piece.q_stop else piece._replace(q_stop=first, k_stop=piece.k_start + first - start)
+        )
         if window is not None and first < piece.q_stop:
             found.append(piece._replace(q_start=first, k_start=piece.k_start + 1, kind="band", offset=window - 1))
     return Stage(tuple(found), window)
@@ -264,7 +266,9 @@ class _OneByOne(torch.autograd.Function):
             zero_outside(x, ctx.pieces, ctx.each, keys)
         parts, ctx.parts = ctx.parts, []
         if len(parts) != len(ctx.pieces):
-            raise RuntimeError("the packed attention's backward ran already: its tensors are gone (retain_graph is not supported)")
+            raise RuntimeError(
+                "the packed attention's backward ran already: its tensors are gone (retain_graph is not supported)"
+            )
         for piece in reversed(ctx.pieces):
             (leaves, part), (rows, seen, columns) = parts.pop(), _place_of(piece, ctx.each)
             found = gradients_of(leaves, [part], [grad[rows, columns]])
@@ -347,7 +351,9 @@ class PartialPart:
     def __init__(self, out: Rows, lse: Rows, seen: np.ndarray) -> None:
         self.out, self.lse, self.seen = out, lse, seen
 
-    def add(self, spans: Sequence[tuple[int, int, int]], at: Places, out: Tensor, lse: Tensor, *, is_last: bool) -> None:
+    def add(
+        self, spans: Sequence[tuple[int, int, int]], at: Places, out: Tensor, lse: Tensor, *, is_last: bool
+    ) -> None:
         """Continue with the results of a call, out [n * m, r, rows, d] and lse [n * m, r, rows].
 
         Args:
@@ -441,7 +447,9 @@ class PieceKernel(Protocol):
             row_keys: int32 [n, m, r, 1], keys of the queries for dropout by hash; None: no dropout.
         """
 
-    def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
+    def backward(
+        self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
+    ) -> None:
         """Add the gradients to d_q [n, m, r, d] and d_kv [rows, m, 2, d], which sums the r queries of a head."""
 
 
@@ -541,7 +549,9 @@ def cut(piece: Piece, row: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """Cut a piece before its query ``row``, counted from its first."""
     sequence, at, k = piece.sequence, piece.q_start + row, piece.k_start
     if piece.kind != "diagonal":
-        stop = min(piece.k_stop, k + row + piece.offset) if piece.kind == "band" else piece.k_stop  # keys that a query before sees
+        stop = (
+            min(piece.k_stop, k + row + piece.offset) if piece.kind == "band" else piece.k_stop
+        )  # keys that a query before sees
         upper: Piece = Part(sequence, piece.q_start, at, k, stop, piece.kind, piece.offset)
         return (upper,), (Part(sequence, at, piece.q_stop, k, piece.k_stop, piece.kind, piece.offset + row),)
     upper = Part(sequence, piece.q_start, at, k, k + row, "diagonal")

@@ -82,7 +82,15 @@ def _tiles_of_band(piece: Piece, window: int) -> Iterator[Tile]:
         first, stop = max(0, at - window + 1), min(keys, at + n)
         whole = at + n - window <= first and at >= stop - 1
         offset = 0 if whole else at - first
-        yield Tile(piece.sequence, piece.q_start + start, n, piece.k_start + first, stop - first, "full" if whole else "band", offset)
+        yield Tile(
+            piece.sequence,
+            piece.q_start + start,
+            n,
+            piece.k_start + first,
+            stop - first,
+            "full" if whole else "band",
+            offset,
+        )
 
 
 def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
@@ -99,7 +107,9 @@ def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
             together = (longest.queries, longest.keys, longest.offset) == (tile.queries, tile.keys, tile.offset)
             if tile.kind == "diagonal":
                 is_square = longest.queries == longest.keys and tile.queries == tile.keys
-                together = together or (is_square and (longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries))
+                together = together or (
+                    is_square and (longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries)
+                )
             elif last.sequence == tile.sequence and tile.start < last.start + last.queries:
                 together = False  # the results of a call are for rows of their own
             together = together and (bands or tile.kind != "band")
@@ -122,8 +132,13 @@ class _Call:
         """Return where the rows of several tiles are in a tensor."""
         name = keys, rows.starts, rows.stride
         if name not in self._known:
-            places = [(t.sequence, t.first_key, t.keys) if keys else (t.sequence, t.start, t.queries) for t in self.tiles]
-            first, length = (np.array(x)[:, None] for x in zip(*((rows.starts[q] + i * rows.stride, n) for q, i, n in places), strict=True))
+            places = [
+                (t.sequence, t.first_key, t.keys) if keys else (t.sequence, t.start, t.queries) for t in self.tiles
+            ]
+            first, length = (
+                np.array(x)[:, None]
+                for x in zip(*((rows.starts[q] + i * rows.stride, n) for q, i, n in places), strict=True)
+            )
             at = np.arange(length.max())
             index = first + np.minimum(at, length - 1) * rows.stride  # behind its end a tile's last row is repeated
             valid = at < length
@@ -154,7 +169,9 @@ def _calls(stage: Stage, q: Tensor, bands: bool) -> tuple[_Call, ...]:
             rows = max(batch[0].queries, batch[0].keys)  # results of backward are as long as the keys
             yield from (_Call((tile,), columns) for tile in batch for columns in blocks(each, rows * row, q.device))
 
-    found: tuple[_Call, ...] = stage.once(("calls", bands, each, row, q.device, torch.get_num_threads()), lambda: tuple(make()))
+    found: tuple[_Call, ...] = stage.once(
+        ("calls", bands, each, row, q.device, torch.get_num_threads()), lambda: tuple(make())
+    )
     return found
 
 
@@ -243,12 +260,18 @@ class _TileKernel:
             spans = [(tile.sequence, tile.start, tile.start + tile.queries) for tile in call.tiles]
             so_far.add(spans, queries, *self.attend(block), is_last=call.columns.stop == q.x.shape[1])
 
-    def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
+    def backward(
+        self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
+    ) -> None:
         """See ``PieceKernel``."""
         q, out, lse, d_out = inputs
         for _, queries, keys, block in self.calls(stage, q, *_split(kv), row_keys):
             # the kernel wants its lse contiguous
-            final = queries.take(out.x), queries.take(lse.x)[..., 0].contiguous(), queries.take(d_out.x, zero_behind=True)
+            final = (
+                queries.take(out.x),
+                queries.take(lse.x)[..., 0].contiguous(),
+                queries.take(d_out.x, zero_behind=True),
+            )
             of_q, *of_kv = self.attend_backward(block, *final)
             queries.add(d_q.x, of_q)
             for into, of_queries in zip(_split(d_kv), of_kv, strict=True):
@@ -262,7 +285,9 @@ class _TileKernel:
             queries, keys, keep = _At(call, q, keys=False), _At(call, k, keys=True), None
             if self.dropout > 0:
                 if row_keys is None:
-                    raise RuntimeError("attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch")
+                    raise RuntimeError(
+                        "attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch"
+                    )
                 keep = _keep(stage, call, queries.take(row_keys.x)[..., 0], self.dropout)
             operands = queries.take(q.x), keys.take(k.x), keys.take(v.x)
             yield call, queries, keys, _Block(*operands, call.tiles[0], stage.window or 0, keep)
@@ -384,7 +409,9 @@ class Reference(_TileKernel):
         return torch.matmul(d_scores, k), torch.matmul(d_scores.transpose(-1, -2), q), d_v
 
     def _scores(self, block: _Block) -> Tensor:
-        scores = torch.matmul(block.q, block.k.transpose(-1, -2)).to(wide_dtype(block.q.dtype)) / math.sqrt(block.q.shape[-1])
+        scores = torch.matmul(block.q, block.k.transpose(-1, -2)).to(wide_dtype(block.q.dtype)) / math.sqrt(
+            block.q.shape[-1]
+        )
         tile = block.tile
         if tile.kind == "band":
             scores = scores + band_mask(tile, block.window, scores.dtype, scores.device)
@@ -427,7 +454,10 @@ def _keep(stage: Stage, call: _Call, row_keys: Tensor, rate: float) -> Tensor:
     for tile, keys in zip(call.tiles, row_keys.unflatten(0, (len(call.tiles), -1)), strict=True):
         runs = _channels(stage, tile)
         count = runs[-1][1] - runs[-1][0]
-        runs[-1] = (runs[-1][0], runs[-1][0] + count + longest - tile.keys)  # what is behind a tile's end counts for nothing
+        runs[-1] = (
+            runs[-1][0],
+            runs[-1][0] + count + longest - tile.keys,
+        )  # what is behind a tile's end counts for nothing
         found.append(torch.cat([keep_mask(keys, stop - start, rate, start) for start, stop in runs], dim=-1))
     return torch.cat(found)
 

@@ -60,7 +60,9 @@ def norm_all_heads(q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], plan: A
 
 class _NormAllHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, plan: AllHeadsPlan) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, plan: AllHeadsPlan
+    ) -> tuple[Tensor, ...]:
         parts, d = [(q, q_weight), (k, k_weight)], plan.head_dim
         sums = [_wide(_owned(x, of, d)).square().sum(-1) for (x, _), of in zip(parts, plan.ranges, strict=True)]
         totals = plan.reduce(torch.stack(sums))  # [2, s, b]
@@ -78,14 +80,18 @@ class _NormAllHeads(torch.autograd.Function):
         plan: AllHeadsPlan = ctx.plan
         xs, weights, stats = ctx.saved_tensors[:2], ctx.saved_tensors[2:4], ctx.saved_tensors[4:]
         wide = [_wide(x) for x in xs]
-        of_normed = [_wide(g) * _taken(w, of, g.shape[-1], plan) for g, w, of in zip(grads, weights, plan.ranges, strict=True)]
+        of_normed = [
+            _wide(g) * _taken(w, of, g.shape[-1], plan) for g, w, of in zip(grads, weights, plan.ranges, strict=True)
+        ]
         totals = plan.reduce(torch.stack([(g * x).sum(-1) for g, x in zip(of_normed, wide, strict=True)]))
         grad_xs: list[Tensor | None] = []
         grad_ws: list[Tensor | None] = []
         for i, of in enumerate(plan.ranges):
             x, r, width = wide[i], stats[i][..., None], xs[i].shape[-1]
             grad_x = of_normed[i] * r
-            _owned(grad_x, of, plan.head_dim).sub_(_owned(x, of, plan.head_dim) * (r.pow(3) * (totals[i] / of.width)[..., None]))
+            _owned(grad_x, of, plan.head_dim).sub_(
+                _owned(x, of, plan.head_dim) * (r.pow(3) * (totals[i] / of.width)[..., None])
+            )
             grad_xs.append(grad_x.to(xs[i].dtype))
             if not ctx.needs_input_grad[2 + i]:
                 grad_ws.append(None)

@@ -21,7 +21,17 @@ from megatron_sp.ops.norm import NormInFront, norm_gradients
 from megatron_sp.parallel.heads import Message
 from megatron_sp.parallel.linear import needed, normed_by, passed_to_autograd, projected_by, rows_of
 from megatron_sp.parallel.split_projection import project_pieces, put_grad_of_columns, row_wise_grad, take
-from megatron_sp.parallel.ulysses import OTHER, OUTPUT_PROJECTION, PROJECTION, AttentionPlan, Core, HeadGrads, HeadsPass, Projection, add
+from megatron_sp.parallel.ulysses import (
+    OTHER,
+    OUTPUT_PROJECTION,
+    PROJECTION,
+    AttentionPlan,
+    Core,
+    HeadGrads,
+    HeadsPass,
+    Projection,
+    add,
+)
 
 
 def attention_block(
@@ -110,7 +120,9 @@ class _AttentionBlock(torch.autograd.Function):
             going = run.forward(a, params.w_qkv, params.b_qkv)
             del a
         residual = x if plan.add_input else None
-        y, pieces = project_pieces(run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1])
+        y, pieces = project_pieces(
+            run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1]
+        )
         columns, contents = zip(*pieces, strict=True)
         if plan.kept is not None and plan.keeps_received and not plan.kept.replays:
             plan.kept.keep("received", *contents)
@@ -125,7 +137,9 @@ class _AttentionBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         options: _Options | None = ctx.options
         if options is None:
-            raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
+            raise RuntimeError(
+                "the attention block's backward ran already: its tensors are gone (retain_graph is not supported)"
+            )
         if grad is None:  # only the residual branch was used
             return None, passed, *[None] * (options.num_passed + len(options.core.parameters))
         backward = _Backward(ctx, options)
@@ -143,7 +157,9 @@ class _Backward:
         self.core_params: Sequence[Tensor] = core.parameters
         need_x, *flags = ctx.needs_input_grad[1 : 2 + num_passed]
         self.needs = needs = _Needs(need_x, *needed(flags, self.params))
-        self.needs_normed = needs.x or needs.norm_weight or needs.norm_bias  # the gradient of the QKV projection's input
+        self.needs_normed = (
+            needs.x or needs.norm_weight or needs.norm_bias
+        )  # the gradient of the QKV projection's input
         self.x, *others = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # chunks let go of theirs one by one
         self.pieces = list(zip(ctx.columns, others, strict=False))
@@ -203,7 +219,9 @@ class _Backward:
             statistics).
         """
         needs, w_qkv, plan = self.needs, self.params.w_qkv, self.plan
-        if self.main_grad is not None and plan.sp.size > 1:  # nothing else is left to do while the messages are on their way
+        if (
+            self.main_grad is not None and plan.sp.size > 1
+        ):  # nothing else is left to do while the messages are on their way
             plan.sp.mark("mlp")
             self.main_grad.cover()
         plan.sp.mark(PROJECTION)
@@ -224,7 +242,11 @@ class _Backward:
                 w_grad = put_weight_grad(self.main_grad, w_qkv, d_heads, rows_of(entered))
             return w_grad, b_grad, reduced, stats
         a2: Tensor | None = None  # [s/sp * b, h], gathered during the first message's product with the weight
-        grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device) if self.needs_normed else None
+        grad_a = (
+            empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device)
+            if self.needs_normed
+            else None
+        )
         weight_grad = row_wise_grad(self.main_grad, self.params.w_qkv, self.plan.whole_weight) if needs.w_qkv else None
         bias_grad = None
         if needs.b_qkv:
@@ -250,7 +272,9 @@ class _Backward:
         w_grad, b_grad = (None if g is None else g.result() for g in (weight_grad, bias_grad))
         return w_grad, b_grad, reduced, stats
 
-    def _norm(self, reduced: Handle, stats: tuple[Tensor, ...], passed: Tensor | None, late: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _norm(
+        self, reduced: Handle, stats: tuple[Tensor, ...], passed: Tensor | None, late: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         grad = reduced.wait().view(self.x.shape)
         if self.norm is None:
             return add(add(passed, grad), late), None, None

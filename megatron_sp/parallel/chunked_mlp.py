@@ -73,7 +73,9 @@ def chunked_mlp(
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
     params = _Params(*norm_params, *fc1, *fc2)
     keys, site = rows or (None, None)
-    return _ChunkedMLP.apply(_Options(None if norm is None else norm.spec, plan, main_grad, site), x, onto, keys, *params)
+    return _ChunkedMLP.apply(
+        _Options(None if norm is None else norm.spec, plan, main_grad, site), x, onto, keys, *params
+    )
 
 
 class _Options(NamedTuple):
@@ -184,7 +186,9 @@ def _fc1(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return u
 
 
-def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None, rows: DropoutRows | None, rate: float) -> None:
+def _join(
+    left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None, rows: DropoutRows | None, rate: float
+) -> None:
     # finish a chunk once its reduction is complete: y = x + dropout(branch + bias)
     piece, branch = left[0], left[1].wait()
     if bias is not None:
@@ -209,12 +213,20 @@ class _Backward:
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self.x, self.row_keys, norm_weight, norm_bias, self.w1, self.b1, self.w2 = ctx.saved_tensors
         options: _Options = ctx.options
-        self.plan, self.main_grad, self.params, self.grad, self.site = options.plan, options.main_grad, ctx.params, grad, options.site
+        self.plan, self.main_grad, self.params, self.grad, self.site = (
+            options.plan,
+            options.main_grad,
+            ctx.params,
+            grad,
+            options.site,
+        )
         self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
         self.need = _Needs._make(ctx.needs_input_grad[1:])
         self.need_normed = self.need.x or self.need.norm_weight or self.need.norm_bias
         self.passed = None if ctx.has_onto else grad  # to x, beside what comes through the branch
-        self.sums: dict[str, Tensor] = {}  # over the chunks: gradients of the biases and of the norm's parameters, by name
+        self.sums: dict[
+            str, Tensor
+        ] = {}  # over the chunks: gradients of the biases and of the norm's parameters, by name
         self.w1_grad = _weight_grad(self.main_grad, self.params.w1) if self.need.w1 else None
         self.w2_grad = _weight_grad(self.main_grad, self.params.w2) if self.need.w2 else None
         self.grad_x = empty(self.x.shape, dtype=grad.dtype, device=grad.device) if self.need.x else None

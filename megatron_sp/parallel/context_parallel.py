@@ -107,7 +107,9 @@ class _Paired(torch.autograd.Function):
             return torch.cat((k, v), 2)
         shape, stride = (*k.shape[:2], 2, k.shape[3]), (*k.stride()[:2], k.shape[3], 1)
         # neither a leaf nor a view for autograd
-        return torch.empty(0, dtype=k.dtype, device=k.device).set_(k.untyped_storage(), k.storage_offset(), shape, stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=k.dtype, device=k.device).set_(
+            k.untyped_storage(), k.storage_offset(), shape, stride
+        )  # type: ignore[call-overload]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -119,9 +121,13 @@ def _regrouped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tenso
     return out, lse, tuple(received)
 
 
-def _checked(q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, batch: int, counts: tuple[int, ...] | None) -> Columns:
+def _checked(
+    q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, batch: int, counts: tuple[int, ...] | None
+) -> Columns:
     if plan.cp_size != cp.size:
-        raise ValueError(f"the plan is for {plan.cp_size} ranks, and the cp group has {cp.size}: plan for the group's size")
+        raise ValueError(
+            f"the plan is for {plan.cp_size} ranks, and the cp group has {cp.size}: plan for the group's size"
+        )
     length = plan.lengths[cp.rank]
     if (q.shape[0], kv.shape[0]) != (length, length):
         raise ValueError(
@@ -217,7 +223,9 @@ class _Tables:
     def __init__(self, plan: ContextPlan, rank: int, columns: Columns) -> None:
         self.plan, self.rank, self.columns = plan, rank, columns
         size = plan.cp_size
-        self.shifts = [t for t in range(1, size) if any(plan.num_rows((j + t) % size, j, columns.batch) for j in range(size))]
+        self.shifts = [
+            t for t in range(1, size) if any(plan.num_rows((j + t) % size, j, columns.batch) for j in range(size))
+        ]
         self._messages: dict[tuple[int, int], _Message] = {}
         self._stages: dict[int, Stage] = {}
         self._halves: tuple[_Half, _Half] | None = None
@@ -231,7 +239,9 @@ class _Tables:
         if j not in self._stages:
             own = (self.plan.keys[j],) * self.columns.sequences
             runs = own if j == self.rank else self.plan.rows(self.rank, j)
-            self._stages[j] = Stage(self.plan.pieces(self.rank, j), self.plan.mask.window, runs, self.plan.mask.documents)
+            self._stages[j] = Stage(
+                self.plan.pieces(self.rank, j), self.plan.mask.window, runs, self.plan.mask.documents
+            )
         return self._stages[j]
 
     def halves(self, by_heads: bool) -> tuple[_Half, _Half]:
@@ -284,7 +294,9 @@ class _Pass:
         """Start the way back of a shift: gradients of the rows of the rank ``shift`` behind, those of this rank's to here."""
         to, source = self.peer(-shift), self.peer(shift)
         mine = self.tables.message(source, self.cp.rank)
-        return self.cp.exchange_async("d kv", d_rows, self._only(to, d_rows.numel()), self._only(source, mine.numel(kv)))
+        return self.cp.exchange_async(
+            "d kv", d_rows, self._only(to, d_rows.numel()), self._only(source, mine.numel(kv))
+        )
 
     def _only(self, rank: int, count: int) -> list[int]:
         return [count if r == rank else 0 for r in range(self.cp.size)]
@@ -347,7 +359,15 @@ def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> Co
     for index, shift in enumerate(arrivals.shifts):
         source = pass_.peer(-shift)
         arrived = arrivals.wait(index)
-        attend(pass_.kernel, tables.stage(source), q, tables.message(rank, source).rows(arrived, kv), so_far, columns, row_keys)
+        attend(
+            pass_.kernel,
+            tables.stage(source),
+            q,
+            tables.message(rank, source).rows(arrived, kv),
+            so_far,
+            columns,
+            row_keys,
+        )
         if pass_.cp.keep_kv:
             received.append(arrived)
         del arrived  # before the next but one is given memory

@@ -109,7 +109,12 @@ class _Index:
     """Spans of a mask, found by position: how many pairs queries see, and which keys, without a look at every position or document."""
 
     def __init__(self, mask: RowMask) -> None:
-        self.length, self.causal, self.window, self.packed = mask.length, mask.causal, mask.window, mask.documents is not None
+        self.length, self.causal, self.window, self.packed = (
+            mask.length,
+            mask.causal,
+            mask.window,
+            mask.documents is not None,
+        )
         self.spans = _spans_of(mask)
         self.starts = [[span.q_start for span in spans] for spans in self.spans]
         self.sums = [[0, *accumulate(self._area_of_span(span, span.q_stop) for span in spans)] for spans in self.spans]
@@ -131,7 +136,10 @@ class _Index:
         keys = span.k_stop - span.k_start
         if not self.causal:
             return (stop - span.q_start) * keys
-        first, last = span.q_start - span.k_start, stop - span.k_start  # query x (from the span's first key) sees min(x + 1, keys)
+        first, last = (
+            span.q_start - span.k_start,
+            stop - span.k_start,
+        )  # query x (from the span's first key) sees min(x + 1, keys)
         area = _triangle(last, keys) - _triangle(first, keys)
         if self.window is not None:  # less the min(x + 1 - window, keys) that are too far
             area -= _triangle(last - self.window, keys) - _triangle(first - self.window, keys)
@@ -161,7 +169,9 @@ class _Index:
         """Return how many rows a rank with queries ``runs`` and keys ``held`` receives from all others together, in all sequences."""
         total, own = 0, _Numbering(held)
         for sequence in range(len(self.spans)):
-            needed = merge_runs((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
+            needed = merge_runs(
+                (part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True)
+            )
             total += _num_rows(needed) - sum(_num_rows(own.within(start, stop)) for start, stop in needed)
         return total
 
@@ -211,7 +221,10 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Ru
             break
         runs = _dealt(index, cp_size, k, part)
         areas = [index.area(share) for share in runs]
-        most = max(max(area, _PAIRS_PER_ROW * index.num_received(share, share)) for area, share in zip(areas, runs, strict=True))
+        most = max(
+            max(area, _PAIRS_PER_ROW * index.num_received(share, share))
+            for area, share in zip(areas, runs, strict=True)
+        )
         if most <= (1 + _MARGIN) * mean:
             return runs
         tried.append((most, max(areas), runs))
@@ -304,7 +317,9 @@ class ContextPlan:
         if (i, j) not in self._rows:
             held = self._numberings_of_keys[j]
             self._rows[i, j] = tuple(
-                merge_runs(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
+                merge_runs(
+                    run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop)
+                )
                 for sequence in range(self.mask.sequences)
             )
         return self._rows[i, j]
@@ -312,7 +327,9 @@ class ContextPlan:
     def local_rows(self, i: int, j: int) -> tuple[Runs, ...]:
         """Return ``rows`` as rows of L_j; what lies one after another there is one run, whatever the distance of the positions."""
         held = self._numberings_of_keys[j]
-        return tuple(merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j))
+        return tuple(
+            merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j)
+        )
 
     def num_rows(self, i: int, j: int, batch: int) -> int:
         """Return how many rows travel from rank j to rank i for ``batch`` sequences; 0 if i is j.
@@ -409,7 +426,9 @@ class ContextPlan:
     def _parts(self, i: int, sequence: int, outside: bool) -> list[_Part]:
         # the parts of rank i's queries; with ``outside``, those that see keys outside their own run
         if (i, sequence, outside) not in self._parts_of:
-            self._parts_of[i, sequence, outside] = [p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)]
+            self._parts_of[i, sequence, outside] = [
+                p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)
+            ]
         return self._parts_of[i, sequence, outside]
 
     def _pieces_of_sequence(self, i: int, j: int, sequence: int) -> Iterator[Piece]:
@@ -417,7 +436,9 @@ class ContextPlan:
         queries, held = self._numberings[i], self._numberings_of_keys[j]
         row_of_key: Callable[[int], int] = (held if own else _Numbering(self.rows(i, j)[sequence])).row
         window = self.mask.window
-        diagonal: tuple[Piece, ...] = ()  # of the queries of a document so far: those with the keys of earlier slices, then the triangle
+        diagonal: tuple[
+            Piece, ...
+        ] = ()  # of the queries of a document so far: those with the keys of earlier slices, then the triangle
         for part in self._parts(i, sequence, not own):
             first = queries.row(part.q_start)
             last = first + part.q_stop - part.q_start
@@ -439,7 +460,9 @@ class ContextPlan:
             diagonal = ()
             before_queries = min(part.k_stop, part.q_start) if self.mask.causal else part.k_stop
             keys = list(held.within(part.k_start, before_queries))
-            while window is not None and keys and part.q_stop - 1 - keys[0][0] >= window:  # the last query is too far from its first key
+            while (
+                window is not None and keys and part.q_stop - 1 - keys[0][0] >= window
+            ):  # the last query is too far from its first key
                 start, stop = keys.pop(0)
                 k = row_of_key(start)
                 rows = min(part.q_stop, stop - 1 + window) - part.q_start  # those that see its last key
@@ -476,6 +499,10 @@ def _plan(mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None) 
     begin, end = (of_queries[0][0], of_queries[-1][1]) if keys is not None and of_queries else (0, mask.length)
     for first, found in ((begin, of_queries), (0, of_keys)):
         if [first, *(stop for _, stop in found)] != [*(start for start, _ in found), end]:
-            whole = f"{mask.length} positions of the row" if (first, end) == (0, mask.length) else f"positions {first} to {end} of the row"
+            whole = (
+                f"{mask.length} positions of the row"
+                if (first, end) == (0, mask.length)
+                else f"positions {first} to {end} of the row"
+            )
             raise ValueError(f"runs of all ranks must cover the {whole}, each once: {found}")
     return ContextPlan(mask, runs, keys)

@@ -35,7 +35,11 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, main_grad: MainGrad | None) -> Tensor:
         ctx.save_for_backward(ids)
         tp.mark("embedding")
-        ctx.param, ctx.tp, ctx.main_grad = weight, tp, main_grad  # by identity, as the main_grad knows it; its values are not needed
+        ctx.param, ctx.tp, ctx.main_grad = (
+            weight,
+            tp,
+            main_grad,
+        )  # by identity, as the main_grad knows it; its values are not needed
         out = empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         rows, elsewhere = _local_rows(ids, weight.shape[0], tp)
         torch.index_select(weight, 0, rows, out=out.view(-1, weight.shape[1]))
@@ -52,7 +56,9 @@ class _Embedding(torch.autograd.Function):
         view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
         if fresh:
             view.zero_()
-        rows, elsewhere = _local_rows(ids, view.shape[0], ctx.tp)  # with ZeRO stage 3 the weight itself may be away again
+        rows, elsewhere = _local_rows(
+            ids, view.shape[0], ctx.tp
+        )  # with ZeRO stage 3 the weight itself may be away again
         whole = gathered.wait()
         grad2 = whole.reshape(-1, whole.shape[-1]).to(view.dtype)
         if elsewhere is not None:

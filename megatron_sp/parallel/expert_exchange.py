@@ -78,7 +78,9 @@ class Journey:
         return sum(self.receive_counts)
 
 
-Numbers = list[list[list[list[int]]]]  # [sent or received][rank][chunk][choices of each of the receiver's experts, rows]
+Numbers = list[
+    list[list[list[int]]]
+]  # [sent or received][rank][chunk][choices of each of the receiver's experts, rows]
 
 
 class Counts:
@@ -98,7 +100,13 @@ class Counts:
     def __init__(
         self, ep: ExpertParallel, chosen: Tensor, num_experts: int, chunks: list[slice], numbers: Numbers | None = None
     ) -> None:  # fmt: skip
-        self._ep, self._chosen, self._chunks, self._own, self.numbers = ep, chosen, chunks, num_experts // ep.size, numbers
+        self._ep, self._chosen, self._chunks, self._own, self.numbers = (
+            ep,
+            chosen,
+            chunks,
+            num_experts // ep.size,
+            numbers,
+        )
         if numbers is not None:
             return
         per_chunk = [self._of(chosen[chunk]) for chunk in chunks]
@@ -169,7 +177,9 @@ class RowExchange:
         form.numbers(sent).copy_(torch.where((numbers >= 0) & (numbers < self._own), numbers, -1))
         return self._exchange("tokens", sent, journey.send_counts, journey.receive_counts)
 
-    def received_rows(self, arrived: Tensor, routed: Routed, journey: Journey, of_experts: list[int]) -> tuple[Tensor, Choices]:
+    def received_rows(
+        self, arrived: Tensor, routed: Routed, journey: Journey, of_experts: list[int]
+    ) -> tuple[Tensor, Choices]:
         """Return the rows that have arrived, [rows, h], and who has chosen whom."""
         form = self._form
         if self._moves:
@@ -180,7 +190,9 @@ class RowExchange:
         else:
             rows, numbers, weights = arrived, routed.chosen[journey.tokens], routed.weights[journey.tokens]
         places = numbers.flatten().sort(stable=True).indices[: sum(of_experts)]
-        return rows, Choices(places // form.top_k, places, of_experts, weights.flatten().index_select(0, places), form.top_k)
+        return rows, Choices(
+            places // form.top_k, places, of_experts, weights.flatten().index_select(0, places), form.top_k
+        )
 
     def rows_of(self, arrived: Tensor, own: Tensor, journey: Journey) -> Tensor:
         """Return the rows of a forward pass, [rows, h]: those that ``send_rows`` has brought, on one rank those of ``own`` [tokens, h]."""

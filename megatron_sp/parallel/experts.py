@@ -91,7 +91,14 @@ def expert_mlp(
     of_shared = (None, None, None, None) if shared is None else shared
     params = _Params(*norm_params, router.weight, *experts, *of_shared)
     options = _Options(
-        None if norm is None else norm.spec, plan, router.bias, add_input and residual is None, main_grad, told, first, not is_training
+        None if norm is None else norm.spec,
+        plan,
+        router.bias,
+        add_input and residual is None,
+        main_grad,
+        told,
+        first,
+        not is_training,
     )
     return _ExpertMLP.apply(options, x, residual, *params)
 
@@ -154,7 +161,9 @@ class _Trip(NamedTuple):
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _Options, x: Tensor, residual: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, options: _Options, x: Tensor, residual: Tensor | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         params, plan = _Params._make(tensors), options.plan
         ctx.params, ctx.options, ctx.has_residual = params, options, residual is not None
         ctx.set_materialize_grads(False)
@@ -162,7 +171,9 @@ class _ExpertMLP(torch.autograd.Function):
         state = _Forward(options, params, x, residual)
         y = state.run()
         # parameters are seen through autograd, which has them as recomputation hands them back
-        ctx.save_for_backward(x, state.logits, state.routed.chosen, *params, state.shared_wide, *state.rows, *state.wide)
+        ctx.save_for_backward(
+            x, state.logits, state.routed.chosen, *params, state.shared_wide, *state.rows, *state.wide
+        )
         ctx.trips = state.trips
         return y, x.view_as(x)
 
@@ -209,7 +220,9 @@ class _Forward:
         chosen = first.chosen if first is not None else told.given(plan.layer) if told is not None else None
         self.routed = route(self.logits, plan.routing, self.options.router_bias, chosen)
         own = len(params.w1)
-        counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep), first and first.numbers)
+        counts = Counts(
+            plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep), first and first.numbers
+        )
         if told is not None and first is None:
             told.observe(plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
         inner = None if entered is None else self._shared_fc1(entered)
@@ -260,7 +273,13 @@ class _Forward:
             return y.zero_() if stream is None else y.copy_(stream)
         assert params.shared_w2 is not None
         if tp.size == 1:
-            multiply(rows_of(inner), params.shared_w2, params.shared_b2, None if stream is None else rows_of(stream), out=rows_of(y))
+            multiply(
+                rows_of(inner),
+                params.shared_w2,
+                params.shared_b2,
+                None if stream is None else rows_of(stream),
+                out=rows_of(y),
+            )
             return y
         part = empty((*inner.shape[:-1], x.shape[-1]), dtype=x.dtype, device=x.device)
         multiply(rows_of(inner), params.shared_w2, None, out=rows_of(part))
@@ -325,7 +344,10 @@ class _Backward:
             of_rows[choices.places] = found
             if under_way is not None:
                 exchange.add_row_grads(under_way[0].wait(), under_way[1], grad_a, grad_weights)
-            under_way = exchange.send_row_grads(row_grads, of_rows.view(len(rows), plan.routing.top_k), journey), journey
+            under_way = (
+                exchange.send_row_grads(row_grads, of_rows.view(len(rows), plan.routing.top_k), journey),
+                journey,
+            )
         of_experts = grads.results()  # under the last exchange
         assert under_way is not None
         exchange.add_row_grads(under_way[0].wait(), under_way[1], grad_a, grad_weights)
@@ -347,7 +369,14 @@ class _Backward:
 
     def _shared(self, normed: Tensor) -> tuple[list[Tensor | None], Handle | None]:
         """Run the shared expert's backward; return its parameters' gradients for autograd, and that of its input on its way."""
-        wide, values, params, need, tp, main_grad = self.shared_wide, self.values, self.params, self.need, self.plan.tp, self.main_grad
+        wide, values, params, need, tp, main_grad = (
+            self.shared_wide,
+            self.values,
+            self.params,
+            self.need,
+            self.plan.tp,
+            self.main_grad,
+        )
         if wide is None:
             return [None] * 4, None
         assert values.shared_w1 is not None and values.shared_w2 is not None
@@ -359,7 +388,9 @@ class _Backward:
         grad2, activation = rows_of(grad), self.plan.activation
         if need.shared_w2:
             found["w2"] = put_weight_grad(main_grad, params.shared_w2, grad2, rows_of(activation.forward(wide)))
-        grad_wide = activation.backward_((grad2 @ values.shared_w2).view(*grad.shape[:-1], values.shared_w2.shape[1]), wide)
+        grad_wide = activation.backward_(
+            (grad2 @ values.shared_w2).view(*grad.shape[:-1], values.shared_w2.shape[1]), wide
+        )
         part = empty(grad.shape, dtype=grad.dtype, device=grad.device)
         torch.mm(rows_of(grad_wide), values.shared_w1, out=rows_of(part))
         reduced = tp.leave_async(part)
@@ -387,7 +418,9 @@ class _Backward:
             grad_x = grad_normed if passed is None else grad_normed.add_(passed)
         else:
             need = self.need_x, self.need.norm_weight, self.need.norm_bias
-            grad_x, of_weight, of_bias = norm_gradients(norm, grad_normed, self.x, stats, need, passed, main_grad=self.main_grad)
+            grad_x, of_weight, of_bias = norm_gradients(
+                norm, grad_normed, self.x, stats, need, passed, main_grad=self.main_grad
+            )
         of_residual = grad if self.has_residual and self.need_residual else None
         return grad_x, of_residual, of_weight, of_bias, router, *of_experts, *of_shared
 

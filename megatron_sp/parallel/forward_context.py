@@ -115,7 +115,9 @@ def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> Row
     """
     lengths = mask.lengths_on_host()
     if lengths is None and mask.key_lengths is not None:
-        raise RuntimeError("context parallelism plans by the lengths of the sequences, and the mask has them on the device alone")
+        raise RuntimeError(
+            "context parallelism plans by the lengths of the sequences, and the mask has them on the device alone"
+        )
     window = mask.window if window is None else window
     return RowMask(length, mask.causal, window, mask.documents, lengths)
 
@@ -146,7 +148,9 @@ def micro_batch_context(
         on_host, device = batch["length"].device.type == "cpu", batch["tokens"].device
         lengths = tuple(batch["length"].tolist()) if on_host else None
         mask = AttentionMask(causal, batch["length"].to(device, non_blocking=True), lengths=lengths)
-    return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"), repeats_attention=repeats_attention)
+    return ForwardContext(
+        mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"), repeats_attention=repeats_attention
+    )
 
 
 class UnitEvents(Protocol):

@@ -48,7 +48,9 @@ class Message:
         if head_dim not in tables:
             of_rank = [_slices(heads, head_dim) for heads in self.rows]
             every = _slices(tuple(head for heads in self.rows for head in heads), head_dim)
-            tables[head_dim] = MessageTable(every, of_rank, [len(heads) * head_dim for heads in self.rows], _equally_far_apart(of_rank))
+            tables[head_dim] = MessageTable(
+                every, of_rank, [len(heads) * head_dim for heads in self.rows], _equally_far_apart(of_rank)
+            )
         return tables[head_dim]
 
 
@@ -114,7 +116,9 @@ def plan_heads(
         messages = again = back = _messages(of_all, parts, r)
         if splits_groups:
             back = _messages(of_all, ("q", "kv"), r)
-            again = _messages(tuple(replace(s[index], keys=keys[index]) for s, keys in zip(shares, last, strict=True)), ("q", "kv"), r)
+            again = _messages(
+                tuple(replace(s[index], keys=keys[index]) for s, keys in zip(shares, last, strict=True)), ("q", "kv"), r
+            )
         chunks.append(HeadChunk(of_all, messages, again, back))
     return chunks
 

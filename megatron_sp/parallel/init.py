@@ -39,7 +39,9 @@ def name_generator(seed: int, name: str) -> torch.Generator:
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
     """Return the full initial tensor of one parameter: N(0, std^2), fp32, on torch's default device (meta: without values)."""
     made = empty(shape, dtype=torch.float32, device=torch.get_default_device())
-    return made if made.is_meta else made.normal_(0.0, std, generator=name_generator(seed, name))  # drawing no numbers takes time too
+    return (
+        made if made.is_meta else made.normal_(0.0, std, generator=name_generator(seed, name))
+    )  # drawing no numbers takes time too
 
 
 def output_std(std: float, num_layers: int) -> float:

@@ -60,7 +60,9 @@ class Norm(nn.Module):
         sees: Literal["positions", "heads"] = "positions",
     ) -> None:
         super().__init__()
-        self.spec_of_shard = ShardSpec.whole((width,), layout.tp.rank, layout.tp.size, summed=layout.tp.seq or sees == "heads")
+        self.spec_of_shard = ShardSpec.whole(
+            (width,), layout.tp.rank, layout.tp.size, summed=layout.tp.seq or sees == "heads"
+        )
         self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
         self.main_grad: MainGrad | None = None
         start = torch.zeros if self.spec.zero_centered else torch.ones
@@ -101,13 +103,21 @@ class ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, weight_spec: ShardSpec, bias_spec: ShardSpec | None, init: WeightInit, layout: ParallelContext) -> None:
+    def __init__(
+        self, weight_spec: ShardSpec, bias_spec: ShardSpec | None, init: WeightInit, layout: ParallelContext
+    ) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
         whole, dtype = init.draw(weight_spec.shape), init.dtype
-        self.weight = nn.Parameter(weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype))
-        bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
+        self.weight = nn.Parameter(
+            weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype)
+        )
+        bias = (
+            None
+            if bias_spec is None
+            else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
+        )
         self.register_parameter("bias", bias)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
@@ -183,7 +193,13 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Apply the layer to x [s, b, in/tp] and add the residual; return [s/parts, b, out]."""
         return row_linear(
-            x, self.weight, self.bias, activation=self.activation, residual=residual, tp=self.layout.tp, main_grad=self.main_grad
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            residual=residual,
+            tp=self.layout.tp,
+            main_grad=self.main_grad,
         )
 
 
@@ -285,7 +301,9 @@ def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 
 def table_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the weights of word embeddings and output layer, which may have a learning rate of their own."""
-    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding))
+    return frozenset(
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)
+    )
 
 
 def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:

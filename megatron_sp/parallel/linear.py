@@ -107,7 +107,9 @@ def mlp(
         (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
     """
     column, row = (*fc1, norm, tp, main_grad), (*fc2, activation, tp, main_grad)
-    return _MLP.apply((column, row, add_input and onto is None), x, onto, *passed_to_autograd(main_grad, x, _params_of(column, row)))
+    return _MLP.apply(
+        (column, row, add_input and onto is None), x, onto, *passed_to_autograd(main_grad, x, _params_of(column, row))
+    )
 
 
 def _params_of(column: _ColumnOptions, row: tuple[Any, ...] = ()) -> Params:
@@ -189,7 +191,9 @@ def _column_backward(
             grad_x = back if passed is None else back.add_(passed)
         else:
             need = need_x, need_norm_weight, need_norm_bias
-            grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(norm, back, x, stats, need, passed, main_grad=main_grad)
+            grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
+                norm, back, x, stats, need, passed, main_grad=main_grad
+            )
     return grad_x, grad_weight, grad_bias, grad_norm_weight, grad_norm_bias
 
 
@@ -204,8 +208,15 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         _, need_x, need_residual, *flags = ctx.needs_input_grad
         (x,) = ctx.saved_tensors
-        grad_x, *of_params = _row_backward(ctx.options, rows_of(x), rows_of(grad), (need_x, *needed(flags, ctx.options[:2])))
-        return None, None if grad_x is None else grad_x.view(x.shape), grad if need_residual else None, *(of_params if flags else ())
+        grad_x, *of_params = _row_backward(
+            ctx.options, rows_of(x), rows_of(grad), (need_x, *needed(flags, ctx.options[:2]))
+        )
+        return (
+            None,
+            None if grad_x is None else grad_x.view(x.shape),
+            grad if need_residual else None,
+            *(of_params if flags else ()),
+        )
 
 
 _RowOptions = tuple[Tensor, Tensor | None, Activation | None, TensorParallel, MainGrad | None]
@@ -232,7 +243,11 @@ def _row_backward(options: _RowOptions, x: Tensor, grad: Tensor, needs: Sequence
     if need_bias and bias is not None:
         grad_bias = put_column_sum(main_grad, bias, grad)
     grad = gathered.wait()
-    one_pass = activation if need_x and need_weight and activation is not None and activation.makes_output_in_backward(x) else None
+    one_pass = (
+        activation
+        if need_x and need_weight and activation is not None and activation.makes_output_in_backward(x)
+        else None
+    )
     if need_weight and one_pass is None:
         grad_weight = put_weight_grad(main_grad, weight, grad, x if activation is None else activation.forward(x))
     if need_x:
@@ -247,7 +262,9 @@ def _row_backward(options: _RowOptions, x: Tensor, grad: Tensor, needs: Sequence
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _MLPOptions, x: Tensor, onto: Tensor | None, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, options: _MLPOptions, x: Tensor, onto: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         column, row, add_input = options
         wide = _column(column, x)
         ctx.save_for_backward(x, wide)
@@ -287,7 +304,9 @@ def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
         return projected(a, weight, bias)
     if tp.size == 1 and residual is not None and not a.is_cuda and is_small_result(a, weight.shape[0]):
         y = F.linear(a, weight, bias).add_(residual)
-        return torch.ops.aten._unsafe_view.default(y, y.shape)  # a view to no one: FSDP2 warns of results that are views
+        return torch.ops.aten._unsafe_view.default(
+            y, y.shape
+        )  # a view to no one: FSDP2 warns of results that are views
     if tp.size == 1 and residual is not None:  # nothing stands between the GEMM and what is added to it
         y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
         multiply(rows_of(a), weight, bias, rows_of(residual), out=rows_of(y))
@@ -325,7 +344,9 @@ def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
     if residual is not None and bias is not None and is_fused(out):
         from megatron_sp.ops.kernels import biases
 
-        biases.add_bias(residual, bias, out)  # instead of a copy of the residual before the product, and a pass for the bias behind it
+        biases.add_bias(
+            residual, bias, out
+        )  # instead of a copy of the residual before the product, and a pass for the bias behind it
         torch.addmm(out, a, weight.t(), out=out)
     elif residual is not None:
         torch.addmm(residual, a, weight.t(), out=out)

@@ -118,7 +118,9 @@ class _ForwardGrads:
         self.x = empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
         ahead = main_grad.reserve_ahead(weight) if main_grad is not None and need_weight else None
         self.is_ahead = ahead is not None
-        self.weight = ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        self.weight = (
+            ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        )
         if self.weight is not None and x.shape[0] == 0:
             self.weight.zero_()  # no chunk will write it
         self.bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if need_bias else None
@@ -223,7 +225,9 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
-def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NO_TP) -> Tensor:
+def lm_head_logits(
+    x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NO_TP
+) -> Tensor:
     """Compute logits [..., h] -> [..., vocab_size], fp32 or wider, on every rank of the group; for generation, with few tokens."""
     rows = vocab_size if tp.size == 1 else weight.shape[0]
     logits = x @ weight[:rows].t()
@@ -244,13 +248,17 @@ def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tens
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
+def _logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wide: torch.dtype, buffer: Tensor | None
+) -> Tensor:
     # compute logits [t, rows] in dtype ``wide``, with -inf for padding rows; ``buffer`` is reused if it fits
     if x.dtype != wide and not x.is_cuda:
         logits = torch.mm(x, weight.t()).to(wide)
     else:
         fits = buffer is not None and buffer.shape[0] == x.shape[0]
-        logits = buffer if fits and buffer is not None else empty((x.shape[0], weight.shape[0]), dtype=wide, device=x.device)
+        logits = (
+            buffer if fits and buffer is not None else empty((x.shape[0], weight.shape[0]), dtype=wide, device=x.device)
+        )
         if x.dtype == wide:
             torch.mm(x, weight.t(), out=logits)
         else:
@@ -265,7 +273,9 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wid
 class _Chunk:
     """Loss of one chunk of tokens, in plain torch."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]
+    ) -> None:
         """Compute the loss of logits [t, rows/tp], which are overwritten, and labels [t].
 
         Args:
@@ -304,7 +314,9 @@ class _Chunk:
 class _FusedChunk:
     """The same in two of Triton's kernels, without the temporary [t, rows] that the division makes; see ``_Chunk``."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]
+    ) -> None:
         from megatron_sp.ops.kernels import cross_entropy
 
         self._logits, self._labels, self._valid, self._is_whole = logits, labels.contiguous(), rows.valid, tp.size == 1
@@ -326,5 +338,7 @@ class _FusedChunk:
         from megatron_sp.ops.kernels import cross_entropy
 
         weights = row_weight[:, 0].contiguous()
-        grad = cross_entropy.gradient(self._logits, self._labels, self._stats, weights, self._valid, dtype, whole=self._is_whole)
+        grad = cross_entropy.gradient(
+            self._logits, self._labels, self._stats, weights, self._valid, dtype, whole=self._is_whole
+        )
         return grad, None

@@ -119,7 +119,10 @@ class _Hands:
     def _strangers(self, chunk: int, source: int, target: int) -> int:
         # by how much less a chunk's documents are known to ``target`` than to ``source``
         documents = self.documents_of[chunk]
-        return sum(rows * (self.rows_held[name].get(source, 0) - self.rows_held[name].get(target, 0)) for name, rows in documents)
+        return sum(
+            rows * (self.rows_held[name].get(source, 0) - self.rows_held[name].get(target, 0))
+            for name, rows in documents
+        )
 
     def _give(self, chunk: int, rank: int) -> None:
         self.held[rank].append(chunk)

@@ -139,7 +139,9 @@ class OffloadPass:
         self._shared = {tensor.untyped_storage()._cdata for tensor in shared}
         self._blocks: list[_Moved | None] = []
 
-    def run(self, block: Callable[[Tensor], Tensor], x: Tensor, parameters: Callable[[], Iterable[Tensor]], *, last: bool) -> Tensor:
+    def run(
+        self, block: Callable[[Tensor], Tensor], x: Tensor, parameters: Callable[[], Iterable[Tensor]], *, last: bool
+    ) -> Tensor:
         """Run ``block(x)``, and offload what it saves.
 
         Args:

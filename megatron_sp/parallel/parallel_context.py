@@ -170,7 +170,10 @@ class ParallelContext:
         """Return the context for a block, whose collectives and computation are recorded under its number."""
         if self.recorder is None:
             return self
-        tp, sp = replace(self.tp, recorder=self.recorder.at("tp", layer)), replace(self.sp, recorder=self.recorder.at("sp", layer))
+        tp, sp = (
+            replace(self.tp, recorder=self.recorder.at("tp", layer)),
+            replace(self.sp, recorder=self.recorder.at("sp", layer)),
+        )
         ep = replace(self.ep, recorder=self.recorder.at("ep", layer))
         return replace(self, tp=tp, sp=sp, cp=replace(self.cp, recorder=self.recorder.at("cp", layer)), ep=ep)
 

@@ -94,7 +94,9 @@ class Channels:
     def receive(self, into: Tensor, source: int, made_by: Action | None = None) -> Handle:
         """Start receiving from a pipeline rank what an action makes; messages arrive in the order in which they are sent."""
         record = self._record("receive", into, (source, self.me), made_by)
-        return receive_async(into, self._groups[source, self.me], self._ranks[source], _result_of(made_by)).recorded(record)
+        return receive_async(into, self._groups[source, self.me], self._ranks[source], _result_of(made_by)).recorded(
+            record
+        )
 
     def _record(self, op: str, x: Tensor, pipe: tuple[int, int], made_by: Action | None) -> CollectiveRecord | None:
         if self.recorder is None or made_by is None:
@@ -253,7 +255,13 @@ def run_pipeline(
         if before is not None:
             before(action)
         source = plan.source(action)
-        arrived = None if source is None else local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)
+        arrived = (
+            None
+            if source is None
+            else local.pop(source)
+            if plan.rank_of[source.stage] == channels.me
+            else mail.take(source)
+        )
         made: Tensor | None = None
         if timeline is not None:
             timeline.begins(action)

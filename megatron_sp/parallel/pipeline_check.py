@@ -21,7 +21,12 @@ def check_plan(plan: PipelinePlan) -> None:
 
 def _missing(plan: PipelinePlan) -> Iterator[str]:
     counts = Counter(action for actions in plan.actions for action in actions)
-    parts = [(stage, i, j) for stage in range(plan.num_stages) for i in range(plan.num_micro_batches) for j in range(plan.num_slices)]
+    parts = [
+        (stage, i, j)
+        for stage in range(plan.num_stages)
+        for i in range(plan.num_micro_batches)
+        for j in range(plan.num_slices)
+    ]
     wanted = [Action(kind, *part) for part in parts for kind in ("F", "B", "W")]  # type: ignore[arg-type]
     for action in wanted:
         if counts[action] != 1:

@@ -39,7 +39,12 @@ class _Part(NamedTuple):
 
 @lru_cache(maxsize=256)
 def plan_pipeline(
-    kind: PipelineKind, num_ranks: int, stages_per_rank: int, num_micro_batches: int, num_slices: int = 1, costs: Costs = SAME_COSTS
+    kind: PipelineKind,
+    num_ranks: int,
+    stages_per_rank: int,
+    num_micro_batches: int,
+    num_slices: int = 1,
+    costs: Costs = SAME_COSTS,
 ) -> PipelinePlan:
     """Return the order of a step.
 
@@ -53,7 +58,9 @@ def plan_pipeline(
     """
     p, v, m, n = num_ranks, stages_per_rank, num_micro_batches, num_slices
     if min(p, v, m, n) < 1:
-        raise PlanError(f"pipeline ranks ({p}), stages of a rank ({v}), micro-batches ({m}) and slices ({n}) must each be at least 1")
+        raise PlanError(
+            f"pipeline ranks ({p}), stages of a rank ({v}), micro-batches ({m}) and slices ({n}) must each be at least 1"
+        )
     _require_sizes(kind, v, n)
     rank_of = tuple(range(p)) + tuple(reversed(range(p))) if kind == "zbv" else tuple(range(p)) * v
     found: list[Actions] = []
@@ -95,13 +102,19 @@ def _groups(p: int, m: int) -> list[range]:
 
 def _forward_order(rank: int, p: int, v: int, m: int, n: int) -> list[_Part]:
     # a rank's forward passes in order: a group of micro-batches through each of its stages in turn
-    return [_Part(chunk * p + rank, i, j) for group in _groups(p, m) for chunk in range(v) for i in group for j in range(n)]
+    return [
+        _Part(chunk * p + rank, i, j) for group in _groups(p, m) for chunk in range(v) for i in group for j in range(n)
+    ]
 
 
 def _backward_order(rank: int, p: int, v: int, m: int, n: int) -> list[_Part]:
     # the same for backward passes: from the last stage, and each micro-batch from its last slice
     return [
-        _Part(chunk * p + rank, i, j) for group in _groups(p, m) for chunk in reversed(range(v)) for i in group for j in reversed(range(n))
+        _Part(chunk * p + rank, i, j)
+        for group in _groups(p, m)
+        for chunk in reversed(range(v))
+        for i in group
+        for j in reversed(range(n))
     ]
 
 
@@ -182,7 +195,9 @@ def _in_time(is_v: bool, rank_of: tuple[int, ...], p: int, m: int, costs: Costs)
     ranks = []
     for index in range(p):
         stages = [stage for stage in range(num_stages) if rank_of[stage] == index]
-        order = [_Part(stage, i, 0) for i in range(m) for stage in stages] if is_v else _forward_order(index, p, v, m, 1)
+        order = (
+            [_Part(stage, i, 0) for i in range(m) for stage in stages] if is_v else _forward_order(index, p, v, m, 1)
+        )
         ahead = (v - 1) * max(map(len, _groups(p, m)))
         ranks.append(_Rank(order, 2 * p if is_v else ahead + 2 * p - 1))  # as many as rank 0 has with interleaved
     made: dict[Action, float] = {}  # when a result is where it is needed

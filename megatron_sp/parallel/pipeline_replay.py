@@ -27,7 +27,9 @@ class Replay:
         return 1 - sum(self.busy) / (self.time * len(self.busy)) if self.time else 0.0
 
 
-def replay(plan: PipelinePlan, seconds: Callable[[Action], float], message: Callable[[Action], float] = lambda action: 0.0) -> Replay:
+def replay(
+    plan: PipelinePlan, seconds: Callable[[Action], float], message: Callable[[Action], float] = lambda action: 0.0
+) -> Replay:
     """Return when each action begins and ends if every rank goes through its list and waits for nothing but what it needs.
 
     Args:

@@ -51,7 +51,13 @@ def cut_model(counts: tuple[int, ...]) -> tuple[Stage, ...]:
 
 
 def deal_layers(
-    num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, embedding: float = 0.0, head: float = 0.0
+    num_layers: int,
+    num_stages: int,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: float = 0.0,
+    head: float = 0.0,
 ) -> tuple[int, ...]:
     """Return the number of layers of each stage.
 

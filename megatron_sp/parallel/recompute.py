@@ -23,7 +23,9 @@ from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.custom_backward import run_backward
 
 
-def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False, kept: KeptTensors | None = None) -> Tensor:
+def recompute(
+    fn: Callable[..., Tensor], *args: Any, draws_random: bool = False, kept: KeptTensors | None = None
+) -> Tensor:
     """Call ``fn(*args)`` without saving its intermediate tensors; backward calls it again.
 
     Args:
@@ -32,7 +34,9 @@ def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False,
     """
     if not torch.is_grad_enabled():
         return fn(*args)
-    trainable = torch.empty(0, requires_grad=True)  # fn may use parameters, so the result has a gradient even if no argument has
+    trainable = torch.empty(
+        0, requires_grad=True
+    )  # fn may use parameters, so the result has a gradient even if no argument has
     return _Recompute.apply(trainable, fn, draws_random, kept, *args)
 
 

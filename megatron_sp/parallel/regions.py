@@ -143,7 +143,11 @@ def _require_even(x: Tensor, size: int, dim: int) -> int:
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     size = group.size()
     parts = all_gather_async(x.contiguous().unsqueeze(0), group).wait()  # [size, ...]
-    return parts.flatten(0, 1) if dim == 0 else parts.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    return (
+        parts.flatten(0, 1)
+        if dim == 0
+        else parts.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    )
 
 
 def _by_rank(x: Tensor, size: int, dim: int) -> Tensor:

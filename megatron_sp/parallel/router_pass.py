@@ -67,7 +67,9 @@ class RouterStep:
         watched: what --verify-parallelism compares; None: nothing is watched.
     """
 
-    def __init__(self, routing: RoutingSpec, spec: BalanceSpec, num_layers: int, ep: ExpertParallel, device: torch.device) -> None:
+    def __init__(
+        self, routing: RoutingSpec, spec: BalanceSpec, num_layers: int, ep: ExpertParallel, device: torch.device
+    ) -> None:
         self.routing, self.spec, self.ep = routing, spec, ep
         self.loads = torch.zeros(num_layers, routing.num_experts, dtype=torch.int64, device=device)
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)

@@ -65,7 +65,9 @@ def area_of_documents(lengths: np.ndarray, causal: bool, window: int | None) -> 
     """
     if not causal:
         return int((lengths * lengths).sum())
-    grown = lengths if window is None else np.minimum(lengths, window)  # a token sees one key more than that before it, up to so many
+    grown = (
+        lengths if window is None else np.minimum(lengths, window)
+    )  # a token sees one key more than that before it, up to so many
     return int((grown * (grown + 1) // 2 + (lengths - grown) * grown).sum())
 
 
@@ -80,7 +82,9 @@ def order_by_area(areas: Sequence[int], micro_batch_size: int, dp_size: int) -> 
     """
     by_index = np.arange(len(areas))
     held = deal_chunks(areas, (), dp_size)
-    largest_by_index = max(sum(areas[i] for i in rows.flat) for rows in by_index.reshape(-1, dp_size, micro_batch_size).swapaxes(0, 1))
+    largest_by_index = max(
+        sum(areas[i] for i in rows.flat) for rows in by_index.reshape(-1, dp_size, micro_batch_size).swapaxes(0, 1)
+    )
     if max(sum(areas[i] for i in rows) for rows in held) >= largest_by_index:
         return by_index
     order = np.empty((len(areas) // (dp_size * micro_batch_size), dp_size, micro_batch_size), np.int64)

@@ -127,7 +127,9 @@ def cut_into_slices(mask: RowMask, num_slices: int, pairs_per_position: float) -
     """
     s = mask.length
     if not mask.causal:
-        raise ValueError("slices of a row go through a pipeline one after another, and queries of this mask see keys of later slices")
+        raise ValueError(
+            "slices of a row go through a pipeline one after another, and queries of this mask see keys of later slices"
+        )
     if not 1 <= num_slices <= s:
         raise ValueError(f"a row of {s} positions cannot be cut into {num_slices} slices: at least one position each")
     area = areas_before(mask)

@@ -37,7 +37,10 @@ def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: lis
     """
     tokens, ranks = a.shape[0], len(widths)
     if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
-        blocks, by_rank = out.view(ranks, tokens, widths[0]), weight if weight.ndim == 3 else weight.view(ranks, widths[0], -1)
+        blocks, by_rank = (
+            out.view(ranks, tokens, widths[0]),
+            weight if weight.ndim == 3 else weight.view(ranks, widths[0], -1),
+        )
         torch.bmm(a.expand(ranks, *a.shape), by_rank.transpose(1, 2), out=blocks)
         if bias is not None:
             blocks.add_(bias.view(ranks, 1, -1))
@@ -46,7 +49,12 @@ def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: lis
     for width in widths:
         columns = slice(column, column + width)
         if width:
-            multiply(a, weight[columns], None if bias is None else bias[columns], out=out[at : at + tokens * width].view(tokens, width))
+            multiply(
+                a,
+                weight[columns],
+                None if bias is None else bias[columns],
+                out=out[at : at + tokens * width].view(tokens, width),
+            )
         at, column = at + tokens * width, column + width
 
 
@@ -68,7 +76,12 @@ def take_of_ranks(weight: Tensor, table: MessageTable) -> Tensor:
 
 
 def project_pieces(
-    pieces: Iterator[Piece], proj: tuple[Tensor, Tensor | None], residual: Tensor | None, tp: TensorParallel, *, batch: int
+    pieces: Iterator[Piece],
+    proj: tuple[Tensor, Tensor | None],
+    residual: Tensor | None,
+    tp: TensorParallel,
+    *,
+    batch: int,
 ) -> tuple[Tensor, list[Piece]]:
     """Compute leave(sum of piece @ weight[:, columns].T) + bias + residual; return it with the pieces, which backward needs.
 
@@ -95,16 +108,22 @@ def project_pieces(
     return (y if bias is None else y.add_(bias)), kept
 
 
-def put_grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
+def put_grad_of_columns(
+    main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]
+) -> Tensor | None:
     """Compute the weight gradient of ``project_pieces``, grad.T @ piece in each piece's columns; None if it is in the main_grad."""
     if len(pieces) == 1:
         return put_weight_grad(main_grad, weight, grad, pieces[0][1])
-    if main_grad is not None and main_grad.later(weight, partial(_put_grad_of_columns_now, main_grad, weight, grad, pieces)):
+    if main_grad is not None and main_grad.later(
+        weight, partial(_put_grad_of_columns_now, main_grad, weight, grad, pieces)
+    ):
         return None
     return _put_grad_of_columns_now(main_grad, weight, grad, pieces)
 
 
-def _put_grad_of_columns_now(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
+def _put_grad_of_columns_now(
+    main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]
+) -> Tensor | None:
     reserved = main_grad.reserve(weight) if main_grad is not None else None
     view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
     for columns, piece in pieces:

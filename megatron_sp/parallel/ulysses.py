@@ -129,7 +129,9 @@ class AttentionPlan:
     @cached_property
     def whole_weight(self) -> bool:
         """Every row of the QKV weight goes to one rank; else some travel to several."""
-        rows = [row for chunk in self.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank]
+        rows = [
+            row for chunk in self.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank
+        ]
         return len(set(rows)) == len(rows)
 
 
@@ -274,9 +276,13 @@ class HeadsPass:
                 handles.append(done(projected(a, take(weight, rows), None if bias is None else take(bias, rows))))
                 continue
             send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
-            project_to_ranks(a, take_of_ranks(weight, table), None if bias is None else take_of_ranks(bias, table), widths, send)
+            project_to_ranks(
+                a, take_of_ranks(weight, table), None if bias is None else take_of_ranks(bias, table), widths, send
+            )
             counts = [self.tokens * width for width in widths]
-            handles.append(self.sp.exchange_async(message.part, send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
+            handles.append(
+                self.sp.exchange_async(message.part, send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size)
+            )
         return handles
 
     def _attend(self, chunk: HeadChunk, recv_buffers: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
@@ -328,7 +334,9 @@ class HeadsPass:
         return _Graph(buffers, heads, leaves, out)
 
     def _send_back(self, chunk: HeadChunk, out: Tensor) -> Handle:
-        return done(out) if self.is_alone else self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk))
+        return (
+            done(out) if self.is_alone else self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk))
+        )
 
     def _padded(self, x: Tensor) -> Tensor:
         # flatten [s, ...], with zeros after the real positions
@@ -429,7 +437,9 @@ class HeadsPass:
                 del recv_buffers
             d_recv_buffers: dict[str, Tensor] = {}
             if state is not None:
-                assert not isinstance(state, KeptTensors), "the heads were to be made again, and nothing was given to make them from"
+                assert not isinstance(state, KeptTensors), (
+                    "the heads were to be made again, and nothing was given to make them from"
+                )
                 d_recv_buffers, of_chunk = self._attend_backward(state, sources, d_out, share, d_shared)
                 of_core = [add(total, g) for total, g in zip(of_core, of_chunk, strict=True)]
             if share.keys:
@@ -463,7 +473,12 @@ class HeadsPass:
         return self.sp.exchange_async("d out", send, from_me, to_me)
 
     def _attend_backward(
-        self, state: _Graph | _Call, sources: dict[int, _Graph], d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
+        self,
+        state: _Graph | _Call,
+        sources: dict[int, _Graph],
+        d_out: Tensor,
+        share: Share,
+        d_shared: dict[int, list[Tensor]],
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Return the gradients of a chunk's receive buffers, flat and padded, and those of the core's parameters.
 
@@ -485,7 +500,11 @@ class HeadsPass:
             heads = (d_q, d_kv[0], d_kv[1]) if share.keys else (d_q, None, None)
             found = self.core.prepare_backward(heads, state.shapes, share)
             return {part: self._padded(grad) for part, grad in found.items()}, [None] * len(self.core.parameters)
-        outputs, gradients, buffers = [state.heads[0]], [d_q], {part: b for part, b in state.recv_buffers.items() if part != "kv"}
+        outputs, gradients, buffers = (
+            [state.heads[0]],
+            [d_q],
+            {part: b for part, b in state.recv_buffers.items() if part != "kv"},
+        )
         if share.keys:
             source = sources.pop(group, state)
             outputs += [h for h in source.heads[1:] if h is not None]
@@ -496,7 +515,8 @@ class HeadsPass:
         trained = [p for p in self.core.parameters if p.requires_grad]  # autograd refuses a frozen one
         made = gradients_of([*buffers.values(), *trained], outputs, gradients, allow_unused=True)
         d_recv_buffers = {
-            part: self._padded(torch.zeros_like(w) if g is None else g) for (part, w), g in zip(buffers.items(), made, strict=False)
+            part: self._padded(torch.zeros_like(w) if g is None else g)
+            for (part, w), g in zip(buffers.items(), made, strict=False)
         }
         of_trained = iter(made[len(buffers) :])
         return d_recv_buffers, [next(of_trained) if p.requires_grad else None for p in self.core.parameters]
@@ -507,9 +527,14 @@ class HeadsPass:
         if self.sp.size == 1:
             return [(message, done(d_recv_buffers[message.part])) for message in reversed(messages)]
         started = []
-        for message in reversed(messages):  # v first: its gradient needs no rotation; the receiver waits for the messages in this order
+        for message in reversed(
+            messages
+        ):  # v first: its gradient needs no rotation; the receiver waits for the messages in this order
             widths = message.table(self.plan.head_dim).widths
-            mine, theirs = [self.tokens * widths[self.sp.rank]] * self.sp.size, [self.tokens * width for width in widths]
+            mine, theirs = (
+                [self.tokens * widths[self.sp.rank]] * self.sp.size,
+                [self.tokens * width for width in widths],
+            )
             d_buffer = d_recv_buffers[message.part] if widths[self.sp.rank] else like.new_empty(0)
             started.append((message, self.sp.exchange_async(f"d {message.part}", d_buffer, mine, theirs)))
         return started
@@ -565,7 +590,9 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+            x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+        )  # type: ignore[call-overload]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]

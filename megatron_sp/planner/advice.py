@@ -12,7 +12,15 @@ from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import GPUS
 from megatron_sp.estimate.suggestions import plan_of
 from megatron_sp.planner.machine import Machine, reserve
-from megatron_sp.planner.parallel_plans import Given, ParallelPlan, default_batch, frames, micro_batches, most_saving, savings
+from megatron_sp.planner.parallel_plans import (
+    Given,
+    ParallelPlan,
+    default_batch,
+    frames,
+    micro_batches,
+    most_saving,
+    savings,
+)
 from megatron_sp.planner.search import num_groups
 
 _NUMBER = 3
@@ -97,7 +105,9 @@ def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator
         config.kernels.offload_activations = True
         yield "--offload-activations", config, given, machine
     yield from _more_gpus(base, given, machine)
-    bigger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory_bytes), key=lambda gpu: gpu.memory_bytes)
+    bigger = sorted(
+        (gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory_bytes), key=lambda gpu: gpu.memory_bytes
+    )
     if bigger and not machine.is_cpu:
         enough = [gpu for gpu in bigger if now <= gpu.memory_bytes]
         gpu = (enough or bigger[-1:])[0]
@@ -122,7 +132,9 @@ def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[s
         where = replace(machine, gpus=machine.gpus * times, nodes=nodes)
         config = copy.deepcopy(base)
         fixed = ("batch", "global_batch_size") in given or machine.is_cpu
-        config.batch.global_batch_size = (base.batch.global_batch_size or 1) * times if fixed else default_batch(base, where.gpus)
+        config.batch.global_batch_size = (
+            (base.batch.global_batch_size or 1) * times if fixed else default_batch(base, where.gpus)
+        )
         least = least_memory(config, given, where)
         if (least is not None and least[0] <= machine.memory_bytes) or doublings == _MOST_GPUS:
             more = f" --nodes {nodes}" if nodes > 1 else ""

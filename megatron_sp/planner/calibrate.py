@@ -51,7 +51,9 @@ def measure_machine(processes: int, base: Config, reserve_gib: float | None = No
     """
     cores = num_cores()
     if processes > 4 * cores:
-        raise ConfigError(f"--gpus ({processes}) must be at most four times the cores of this machine ({cores}) with --gpu {CPU}")
+        raise ConfigError(
+            f"--gpus ({processes}) must be at most four times the cores of this machine ({cores}) with --gpu {CPU}"
+        )
     times = _measure(processes, max(1, cores // processes), base, rounds)
     memory = (host_memory_bytes() or _UNKNOWN_MEMORY) // processes
     gpu, link = rates(times, base, memory, processes)
@@ -109,7 +111,9 @@ def _measure(processes: int, threads: int, base: Config, rounds: int) -> Times:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_worker, (processes, threads, base, rounds, port, folder), nprocs=processes, start_method="fork")  # type: ignore[no-untyped-call]
+        mp.start_processes(
+            _worker, (processes, threads, base, rounds, port, folder), nprocs=processes, start_method="fork"
+        )  # type: ignore[no-untyped-call]
         return dict(json.loads((Path(folder) / "times.json").read_text()))
 
 

@@ -52,7 +52,12 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
     best = found.best_of_each()[: args.top]
     rows = ContextRows.of(best[0].config, mask) if best[0].layout.cp > 1 else None
     if args.json:
-        print(json.dumps(report.as_dict(found, base, machine, extra, args.top) | ({"context": rows.as_dict()} if rows else {}), indent=1))
+        print(
+            json.dumps(
+                report.as_dict(found, base, machine, extra, args.top) | ({"context": rows.as_dict()} if rows else {}),
+                indent=1,
+            )
+        )
     else:
         print(report.text(found, base, machine, extra, args.top), *_context(rows, args), sep="\n\n")
     if args.picture is not None:
@@ -67,7 +72,11 @@ def _context(rows: ContextRows | None, args: argparse.Namespace) -> list[str]:
     """Return what layout 1 sends over cp; else, if documents were given, that it has no cp."""
     if rows is not None:
         return [rows.text()]
-    return ["--documents: layout 1 has no context parallelism, for which they are; add --context-parallel-size N"] if args.documents else []
+    return (
+        ["--documents: layout 1 has no context parallelism, for which they are; add --context-parallel-size N"]
+        if args.documents
+        else []
+    )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -89,7 +98,11 @@ def read_machine(args: argparse.Namespace, base: Config) -> Machine:
         ConfigError: unknown names, or inconsistent numbers.
     """
     if args.gpu == CPU:
-        given = [f"--{name}" for name in ("nodes", "link", "inside-link", "cards") if getattr(args, name.replace("-", "_")) is not None]
+        given = [
+            f"--{name}"
+            for name in ("nodes", "link", "inside-link", "cards")
+            if getattr(args, name.replace("-", "_")) is not None
+        ]
         if given:
             raise ConfigError(f"--gpu {CPU} means processes of this machine alone: leave {' and '.join(given)} out")
         from megatron_sp.planner.calibrate import measure_machine
@@ -108,10 +121,21 @@ def read_machine(args: argparse.Namespace, base: Config) -> Machine:
         )
     between = find_link(args.link, "--link", between_nodes=True) if args.link else None
     if nodes > 1 and between is None:
-        raise ConfigError(f"{nodes} nodes need --link NAME, what joins them (such as ib-400g or eth-100g); or give --nodes 1")
+        raise ConfigError(
+            f"{nodes} nodes need --link NAME, what joins them (such as ib-400g or eth-100g); or give --nodes 1"
+        )
     inside = find_link(args.inside_link or gpu.link, "--inside-link", between_nodes=False)
     per_node = args.gpus // nodes
-    return Machine(gpu, args.gpus, nodes, inside, between, args.cards or cards_of(between, per_node), gpu.memory_bytes, args.reserve_gib)
+    return Machine(
+        gpu,
+        args.gpus,
+        nodes,
+        inside,
+        between,
+        args.cards or cards_of(between, per_node),
+        gpu.memory_bytes,
+        args.reserve_gib,
+    )
 
 
 def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, list[str]]:
@@ -142,7 +166,11 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     if config.batch.global_batch_size is None and config.model.seq_length:
         config.batch.global_batch_size = gpus * config.batch.micro_batch_size if cpu else default_batch(config, gpus)
         extra.append(f"--global-batch-size {config.batch.global_batch_size}")
-    config.batch.rampup_batch_size, config.batch.step_batch_size_schedule, config.batch.eval_global_batch_size = None, None, None
+    config.batch.rampup_batch_size, config.batch.step_batch_size_schedule, config.batch.eval_global_batch_size = (
+        None,
+        None,
+        None,
+    )
     if config.parallel.use_distributed_optimizer:
         given.add(("parallel", "zero_stage"))
     one = config.parallel.replica_size
@@ -175,7 +203,18 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
 
 def _checked(words: list[str]) -> list[str]:
     """Return the words; raises ConfigError for a mistyped flag of the planner, before the model's flags are parsed."""
-    own = ("--gpus", "--gpu", "--nodes", "--link", "--inside-link", "--cards", "--reserve-gib", "--top", "--picture", "--documents")
+    own = (
+        "--gpus",
+        "--gpu",
+        "--nodes",
+        "--link",
+        "--inside-link",
+        "--cards",
+        "--reserve-gib",
+        "--top",
+        "--picture",
+        "--documents",
+    )
     for word in words:
         near = difflib.get_close_matches(word.partition("=")[0], own, n=1, cutoff=0.85)
         if near and word.startswith("--"):
@@ -189,7 +228,13 @@ def _fill(config: Config) -> None:
     if config.batch.train_iters is None and config.batch.train_samples is None:
         config.batch.train_iters = 10**6
     data = config.data
-    sources = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path, data.train_weighted_split_paths)
+    sources = (
+        data.data_path,
+        data.train_data_path,
+        data.valid_data_path,
+        data.test_data_path,
+        data.train_weighted_split_paths,
+    )
     if not any((*sources, data.valid_weighted_split_paths, data.test_weighted_split_paths)):
         data.mock_data = True
 

@@ -36,7 +36,9 @@ def context_matrix(plan: ContextPlan, batch: int) -> str:
     total = f"{sum(plan.num_received(i, batch) for i in ranks):,}"
     lines.append(["sends", "", *sent, total, f"{plan.ring_share:.0%}" if of_ring else "-", "", ""])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    table = "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
     of = f"{batch:,} {'sequence' if batch == 1 else 'sequences'} of {plan.mask.length:,} positions"
     return f"rows of keys and values that travel, {of}\n{table}\nlargest share of pairs / mean: {plan.balance:.3f}\n"
 
@@ -62,10 +64,14 @@ def context_svg(plan: ContextPlan, sequence: int = 0) -> str:
         parts.append(f'<text class="text" x="16" y="{top + 17}">rank {i}</text>')
         parts.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="26"/>')
         for j in range(c):
-            parts += _bars(plan.rows(i, j)[sequence], s, top + 8, 10, j) if j != i else _bars(plan.runs[i], s, top, 26, i)
+            parts += (
+                _bars(plan.rows(i, j)[sequence], s, top + 8, 10, j) if j != i else _bars(plan.runs[i], s, top, 26, i)
+            )
         received = sum(b - a for j in range(c) if j != i for a, b in plan.rows(i, j)[sequence])
         share = f"{plan.area(i) / mean:.2f} of the mean's pairs" if mean else "no pairs"
-        parts.append(f'<text class="text" x="{_LEFT + _WIDTH + 10}" y="{top + 17}">receives {received:,} rows; {share}</text>')
+        parts.append(
+            f'<text class="text" x="{_LEFT + _WIDTH + 10}" y="{top + 17}">receives {received:,} rows; {share}</text>'
+        )
     return svg(width, height, title, key, parts)
 
 
@@ -86,12 +92,20 @@ def _mask_in_words(plan: ContextPlan, sequence: int) -> str:
 def _ends_of_documents(plan: ContextPlan, sequence: int) -> list[str]:
     """Draw a tick above the lanes at each end of a document, and of the real keys."""
     mask = plan.mask
-    ends = mask.documents[sequence] if mask.documents is not None else (mask.lengths[sequence],) if mask.lengths is not None else ()
+    ends = (
+        mask.documents[sequence]
+        if mask.documents is not None
+        else (mask.lengths[sequence],)
+        if mask.lengths is not None
+        else ()
+    )
     places = sorted({round(_LEFT + _WIDTH * end / mask.length, 1) for end in ends})
     return [f'<path class="tick" d="{" ".join(f"M{x:g} {_TOP - 16}v10" for x in places)}"/>'] if places else []
 
 
 def _bars(runs: Runs, length: int, top: int, height: int, owner: int) -> list[str]:
-    colour = _COLOURS[owner] if owner < len(_COLOURS) else f"hsl({owner * 137.5 % 360:g} 60% 50%)"  # steps of the golden angle differ
+    colour = (
+        _COLOURS[owner] if owner < len(_COLOURS) else f"hsl({owner * 137.5 % 360:g} 60% 50%)"
+    )  # steps of the golden angle differ
     bars = ((_LEFT + _WIDTH * start / length, _WIDTH * (stop - start) / length) for start, stop in runs)
     return [f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}"/>' for x, width in bars]

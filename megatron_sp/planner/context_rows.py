@@ -44,7 +44,9 @@ def mask_of_row(config: Config, documents: Sequence[int] | None) -> RowMask:
         return RowMask(s, False, lengths=(total,))
     if total != s:
         change = f"add one of {s - total}" if total < s else f"leave {total - s} tokens out"
-        raise ConfigError(f"{given} add up to {total} tokens, and a row has seq_length ({s}): {change}, or give --seq-length {total}")
+        raise ConfigError(
+            f"{given} add up to {total} tokens, and a row has seq_length ({s}): {change}, or give --seq-length {total}"
+        )
     return RowMask(s, True, model.window_size, documents=(tuple(accumulate(documents)),))
 
 
@@ -116,7 +118,9 @@ def _row_bytes(config: Config) -> int:
     mode: OverlapMode = (
         "chunked" if parallel.overlap_mode == "chunked" and not model.norms_all_heads else "none"
     )  # the other modes have one chunk, too
-    chunks = plan_heads(queries, groups, parallel.sequence_parallel_size, mode, parallel.sp_head_chunks or 2, pairs=True)
+    chunks = plan_heads(
+        queries, groups, parallel.sequence_parallel_size, mode, parallel.sp_head_chunks or 2, pairs=True
+    )
     element = 2 if precision.bf16 or precision.fp16 else 8 if precision.fp64 else 4
     return sum(len(chunk.shares[0].uses) for chunk in chunks) * 2 * model.head_dim * element
 
@@ -131,7 +135,9 @@ def below(upper: str, lower: str) -> str:
     Args:
         upper, lower: the documents; both have a viewBox that begins at 0 0.
     """
-    sizes = [[float(number) for number in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]] for svg in (upper, lower)]
+    sizes = [
+        [float(number) for number in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]] for svg in (upper, lower)
+    ]
     width, top = sizes[0]
     height = width * sizes[1][1] / sizes[1][0]
     parts = []
@@ -139,7 +145,7 @@ def below(upper: str, lower: str) -> str:
         attributes, body = re.findall(r"<svg\b([^>]*)>(.*)</svg>", svg, re.DOTALL)[0]
         kept = " ".join(re.findall(r'\b(?:xmlns[\w:]*|viewBox|role|aria-label)="[^"]*"', attributes))
         parts.append(f'<svg {kept} x="0" y="{y:g}" width="{width:g}" height="{tall:g}">{body}</svg>')
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {top + height:g}" width="{width:g}pt" height="{top + height:g}pt">'
-    )
+    bottom = f"{top + height:g}"
+    box = f'viewBox="0 0 {width:g} {bottom}" width="{width:g}pt" height="{bottom}pt"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     return "\n".join([head, *parts, "</svg>", ""])

@@ -29,7 +29,10 @@ from megatron_sp.training.resume_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 
-_MOST_TOKENS, _MOST_RANKS = 2**18, 4096  # of a run on tensors without contents: there is an operator for each chunk of tokens
+_MOST_TOKENS, _MOST_RANKS = (
+    2**18,
+    4096,
+)  # of a run on tensors without contents: there is an operator for each chunk of tokens
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,12 @@ class RunPlan:
         }  # fmt: skip
         active = {"active": self.active_params} if self.config.model.has_experts else {}
         layout |= {"ep": parallel.expert_model_parallel_size} if active else {}
-        parameters = {"model": self.num_params, **active, "per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
+        parameters = {
+            "model": self.num_params,
+            **active,
+            "per_tp_rank": self.params_of_rank,
+            "kept_per_rank": self.kept_params,
+        }
         return {
             "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
             "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
@@ -117,7 +125,9 @@ class RunPlan:
             activations = memory.host - (self.copy_of_saves if self.device == "cuda" else 0)
             lines.append(f"activations in host memory: {format_bytes(activations)} of each rank{beside}")
         if memory.graphs:
-            lines.append(f"  of it in the pool of captured steps, which nothing else uses (--cuda-graphs): {format_bytes(memory.graphs)}")
+            lines.append(
+                f"  of it in the pool of captured steps, which nothing else uses (--cuda-graphs): {format_bytes(memory.graphs)}"
+            )
         if memory.optimizer_host:
             lines.append(f"the optimizer in host memory: {format_bytes(memory.optimizer_host)} of each rank")
         if self.copy_of_saves:
@@ -149,7 +159,9 @@ class RunPlan:
                 " --sequence-parallel-size and --context-parallel-size)"
             )
         if self.remedies:
-            lines.append("less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies))
+            lines.append(
+                "less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies)
+            )
         lines += self.notes
         return "\n".join(lines)
 
@@ -161,7 +173,9 @@ class RunPlan:
         if not any(flow.group == "cp" for flow in self.traffic.flows):
             return [f"the {cp} cp ranks exchange no keys and values: with this mask a token sees itself alone"]
         if data.reset_attention_mask or data.bert_pack_sequences:
-            return ["over cp each row is counted as one document: what the documents in it do not see is not sent, so a run sends less"]
+            return [
+                "over cp each row is counted as one document: what the documents in it do not see is not sent, so a run sends less"
+            ]
         return []
 
     def _flows(self) -> list[str]:
@@ -188,7 +202,9 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     """
     notes = complete(config, world_size)
     choice = settle_schedule(config, world_size)
-    device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
+    device: Device = (
+        "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
+    )
     settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
     workload = workload_of(settled, world_size, device)
     form = largest_form(workload)
@@ -217,7 +233,9 @@ def _memory(config: Config, world_size: int, device: Device) -> tuple[MemoryPlan
         found = predict(config, world_size, device)
     except (RuntimeError, TypeError) as error:  # an operator of some torch that does without contents in another way
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        why_not = f"memory is that of the closed form: a step cannot be tried on tensors without contents ({reason[:160]})"
+        why_not = (
+            f"memory is that of the closed form: a step cannot be tried on tensors without contents ({reason[:160]})"
+        )
         return plan_of(config, world_size, device), 0, why_not
     return with_saves(found.memory, config, world_size, device), found.launches, ""
 

@@ -43,7 +43,10 @@ _HELPERS = (
     *(f"{_PACKAGE}{file}" for file in ("ops/allocator.py", "comm/collectives.py", "comm/nobody.py")),
 )  # a place is where they are called
 _HOST_BYTES = 2**20  # the host's memory has contents up to this size
-_FLASH_BACKWARD = {"_scaled_dot_product_flash_attention_backward": (1, 2), "_flash_attention_backward": (1, 2)}  # query, key
+_FLASH_BACKWARD = {
+    "_scaled_dot_product_flash_attention_backward": (1, 2),
+    "_flash_attention_backward": (1, 2),
+}  # query, key
 
 
 class FakeDevice(TorchDispatchMode):
@@ -154,7 +157,9 @@ class FakeDevice(TorchDispatchMode):
         here: torch.device = _DEVICE_OF(tensor)
         if here.type != "meta" or self._inside:
             return here
-        return torch.device("cpu") if self._on_host and tensor.untyped_storage()._cdata in self._on_host else self.device
+        return (
+            torch.device("cpu") if self._on_host and tensor.untyped_storage()._cdata in self._on_host else self.device
+        )
 
     def _is_of_host(self, args: Any) -> bool:
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
@@ -197,8 +202,14 @@ class FakeDevice(TorchDispatchMode):
             result = kwargs["out"]  # torch 2.11 fails to check it without contents
         else:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            if any(x.is_meta for x in tensors) and any(not x.is_meta for x in tensors) and name not in ("copy_", "_to_copy"):
-                args, kwargs = tree_map(lambda x: x.to(_META) if isinstance(x, Tensor) and not x.is_meta else x, (args, kwargs))
+            if (
+                any(x.is_meta for x in tensors)
+                and any(not x.is_meta for x in tensors)
+                and name not in ("copy_", "_to_copy")
+            ):
+                args, kwargs = tree_map(
+                    lambda x: x.to(_META) if isinstance(x, Tensor) and not x.is_meta else x, (args, kwargs)
+                )
             result = self._result(func, args, kwargs) if tensors and tensors[0].is_meta else func(*args, **kwargs)
         if self._on_host and name not in ("copy_", "_to_copy") and self._is_of_host(args):
             return tree_map(lambda x: self._of_host(x) if isinstance(x, Tensor) and x.is_meta else x, result)

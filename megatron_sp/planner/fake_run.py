@@ -161,7 +161,9 @@ def predict(config: Config, world_size: int, kind: Kind) -> Prediction:
     runs = [_Deep(config, world_size, kind).run(rank) for rank in ranks_to_run(config, world_size)]
     fullest = max(runs, key=lambda run: run.peak)
     busiest = max(runs, key=lambda run: sum(num_bytes for _, num_bytes in run.sent().values()))
-    return Prediction(_memory_plan(fullest), _traffic_plan(busiest), round(sum(segment.launches for segment in runs[0].segments)))
+    return Prediction(
+        _memory_plan(fullest), _traffic_plan(busiest), round(sum(segment.launches for segment in runs[0].segments))
+    )
 
 
 def ranks_to_run(config: Config, world_size: int) -> list[int]:
@@ -195,7 +197,9 @@ class _Deep:
         self.pp = parallel.pipeline_model_parallel_size
         of_stages = layers_of_stages(model, parallel) if self.pp > 1 else (model.num_layers,)
         starts = [sum(of_stages[:stage]) for stage in range(len(of_stages))]
-        self.stages = [tuple(start + i in which for i in range(count)) for start, count in zip(starts, of_stages, strict=True)]
+        self.stages = [
+            tuple(start + i in which for i in range(count)) for start, count in zip(starts, of_stages, strict=True)
+        ]
         dp = parallel.dp_size(world_size)
         self.count = max(1, (config.batch.global_batch_size or 0) // (config.batch.micro_batch_size * dp))
 
@@ -209,7 +213,8 @@ class _Deep:
             if not any(missing):
                 continue
             middle = [
-                (*least[:_HALF], *[kind] * self.group, *least[_HALF:]) if more else least for least, more in zip(few, missing, strict=True)
+                (*least[:_HALF], *[kind] * self.group, *least[_HALF:]) if more else least
+                for least, more in zip(few, missing, strict=True)
             ]
             grown = self._run(rank, middle)
             found = _continued(found, base, grown, max(missing) / self.group)
@@ -227,7 +232,9 @@ class _Deep:
         if few < self.count:
             config = copy.copy(config)
             config.batch = copy.copy(config.batch)
-            config.batch.global_batch_size = few * config.batch.micro_batch_size * config.parallel.dp_size(self.world_size)
+            config.batch.global_batch_size = (
+                few * config.batch.micro_batch_size * config.parallel.dp_size(self.world_size)
+            )
         made = run_rank(config, self.world_size, self.kind, rank, stages=stages)
         return made if few == self.count else _repeated(made, few, self.count, self.pp)
 
@@ -258,7 +265,10 @@ def _continued(found: RankRun, base: RankRun, grown: RankRun, times: float) -> R
             a, peak=line(a.peak, b.peak, first.peak), lines=sums(a.lines, b.lines, first.lines), calls=sums(a.calls, b.calls, calls),
             sent=sums(a.sent, b.sent, sent), launches=line(a.launches, b.launches, launches),
         ))  # fmt: skip
-    host, of_optimizer = line(found.host, base.host, grown.host), line(found.optimizer_host, base.optimizer_host, grown.optimizer_host)
+    host, of_optimizer = (
+        line(found.host, base.host, grown.host),
+        line(found.optimizer_host, base.optimizer_host, grown.optimizer_host),
+    )
     return RankRun(sums(found.resident, base.resident, grown.resident), segments, host, of_optimizer)
 
 
@@ -294,7 +304,9 @@ def _repeated(run: RankRun, few: int, count: int, pp: int) -> RankRun:
         of_layers = 1 + (count - few) * is_second if pp == 1 else count / few if segment.phase != "update" else 1
         of_others = of_layers if pp == 1 else 1
         calls, sent = (
-            Counter({key: number * (of_layers if key[2] in _OF_LAYERS else of_others) for key, number in counter.items()})
+            Counter(
+                {key: number * (of_layers if key[2] in _OF_LAYERS else of_others) for key, number in counter.items()}
+            )
             for counter in (segment.calls, segment.sent)
         )
         segments.append(replace(
@@ -310,9 +322,15 @@ def _memory_plan(run: RankRun) -> MemoryPlan:
     for phase in ("forward", "backward", "update"):
         if of_phase := [segment for segment in run.segments if segment.phase == phase]:
             worst = max(of_phase, key=lambda segment: segment.peak)
-            lines = [Line(name, round(size - run.resident[name])) for name, size in worst.lines.items() if size > run.resident[name]]
+            lines = [
+                Line(name, round(size - run.resident[name]))
+                for name, size in worst.lines.items()
+                if size > run.resident[name]
+            ]
             lines += [Line("rest", round(worst.peak) - sum(line.num_bytes for line in (*stays, *lines)))]
-            moments.append(Moment(cast("Any", phase), _words(worst, of_phase), tuple(line for line in lines if line.num_bytes > 0)))
+            moments.append(
+                Moment(cast("Any", phase), _words(worst, of_phase), tuple(line for line in lines if line.num_bytes > 0))
+            )
     return MemoryPlan(stays, tuple(moments), round(run.host), round(run.optimizer_host))
 
 
@@ -372,7 +390,9 @@ class _Watch:
 
     def __init__(self, step: TrainStep, device: FakeDevice) -> None:
         self.step, self.device, self.number = step, device, 0
-        self.marks: list[tuple[int, int, int, int, Phase, int]] = []  # (of trace, of calls, launches, pass, phase, unit)
+        self.marks: list[
+            tuple[int, int, int, int, Phase, int]
+        ] = []  # (of trace, of calls, launches, pass, phase, unit)
         self.resident = Counter[str]()
 
     def second_step(self, config: Config, micro_batches: list[dict[str, Tensor]]) -> RankRun:
@@ -394,7 +414,10 @@ class _Watch:
         step.events = cast("Any", SimpleNamespace(before_use=before_use, backward_done=inner.backward_done))
         clock = SimpleNamespace(now=lambda: None)
         step.recorder = cast(
-            "Any", SimpleNamespace(enter=self._enter, start_step=lambda: None, end_step=lambda: None, recording=True, clock=clock)
+            "Any",
+            SimpleNamespace(
+                enter=self._enter, start_step=lambda: None, end_step=lambda: None, recording=True, clock=clock
+            ),
         )
         _take(step, config, 2, micro_batches)
         step.weights.settle()
@@ -407,7 +430,9 @@ class _Watch:
 
     def _mark(self, unit: int) -> None:
         device = self.device
-        self.marks.append((len(device.trace), len(device.calls), device.launches, self.number, cast("Phase", device.phase), unit))
+        self.marks.append(
+            (len(device.trace), len(device.calls), device.launches, self.number, cast("Phase", device.phase), unit)
+        )
 
     def _read(self) -> RankRun:
         device, lines, segments = self.device, Counter(self.resident), list[Segment]()
@@ -415,7 +440,9 @@ class _Watch:
         places = {number: place for place, number in device.places.items()}
         names, live = _names_of_groups(self.step), sum(lines.values())
         ends = [*self.marks[1:], (len(device.trace), len(device.calls), device.launches, 0, "update", -1)]
-        for (at, call, launches, number, phase, unit), (end, last_call, last_launches, *_) in zip(self.marks, ends, strict=True):
+        for (at, call, launches, number, phase, unit), (end, last_call, last_launches, *_) in zip(
+            self.marks, ends, strict=True
+        ):
             peak, held = live, None
             where = at
             for index in range(at, end):
@@ -447,7 +474,10 @@ def _owners(step: TrainStep, micro_batches: list[dict[str, Tensor]]) -> dict[int
     name("micro-batches", (t for batch in micro_batches for t in batch.values()))
     if step.weights.stage == 3:
         name("buffers for whole parameters", tree_leaves(step.weights._buffers))
-    name("optimizer state", tree_leaves([vars(state) if hasattr(state, "__dict__") else state for state in step.optimizer.states]))
+    name(
+        "optimizer state",
+        tree_leaves([vars(state) if hasattr(state, "__dict__") else state for state in step.optimizer.states]),
+    )
     name("master weights", (unit.master for unit in units))
     name("parameters", (t for unit in units for t in (unit.params, unit.local_params, unit.local_frozen)))
     return of
@@ -525,7 +555,11 @@ def _attention(config: Config, device: FakeDevice) -> AttentionChoice:
     if kernels.attention_backend in ("unfused", "local") or (device.kind == "cuda" and known_lack("sdpa", use)):
         kernel = AttentionKernel("reference", "")
     else:
-        kernel = AttentionKernel("sdpa", "") if device.kind == "cuda" else choose_kernel("auto", "cpu", use.dtype, use.dropout, use)
+        kernel = (
+            AttentionKernel("sdpa", "")
+            if device.kind == "cuda"
+            else choose_kernel("auto", "cpu", use.dtype, use.dropout, use)
+        )
     repeated = None
     if kernels.recompute_granularity == "full":
         why = attention_ops.why_repeated(kernel.name, use.device, use.dtype, use.head_dim, use.dropout)
@@ -535,7 +569,9 @@ def _attention(config: Config, device: FakeDevice) -> AttentionChoice:
 
 def _kernels(norm: Any, uses_triton: bool) -> FusedKernels:
     name: Any = "triton" if uses_triton else "torch"
-    return FusedKernels(None, None if norm is None else FusedKernel(norm.kind, name, ""), FusedKernel(ELEMENTWISE, name, ""))
+    return FusedKernels(
+        None, None if norm is None else FusedKernel(norm.kind, name, ""), FusedKernel(ELEMENTWISE, name, "")
+    )
 
 
 def _route(config: Config, undo: ExitStack, routed: RoutedRows | None) -> None:
@@ -568,7 +604,12 @@ def _batches(config: Config, groups: ParallelGroups, device: FakeDevice) -> Call
         return torch.empty(size, dtype=dtype, device=device.device)
 
     def one() -> dict[str, Tensor]:
-        made = {"tokens": empty(b, s), "labels": empty(b, s), "loss_mask": empty(b, s, dtype=torch.float32), "sample_ids": empty(b)}
+        made = {
+            "tokens": empty(b, s),
+            "labels": empty(b, s),
+            "loss_mask": empty(b, s, dtype=torch.float32),
+            "sample_ids": empty(b),
+        }
         made |= {"types": empty(b, s)} if model.is_bert else {}
         return made | ({"order": empty(b)} if model.has_order_head else {})
 

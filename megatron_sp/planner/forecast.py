@@ -20,7 +20,9 @@ from megatron_sp.utils.format import format_duration
 ASSUMED_GPU, ASSUMED_LINK = "h100-80g", "ib-400g"
 
 
-def machine_for(gpus: int, nodes: int = 0, gpu: str = "", link: str = "", flags: tuple[str, str] = ("--gpu", "--link")) -> Machine:
+def machine_for(
+    gpus: int, nodes: int = 0, gpu: str = "", link: str = "", flags: tuple[str, str] = ("--gpu", "--link")
+) -> Machine:
     """Return a machine by the names of its parts.
 
     Args:
@@ -35,7 +37,9 @@ def machine_for(gpus: int, nodes: int = 0, gpu: str = "", link: str = "", flags:
     kind = find_gpu(gpu or ASSUMED_GPU, flags[0])
     between = find_link(link or ASSUMED_LINK, flags[1], between_nodes=True)
     inside = find_link(kind.link, flags[1], between_nodes=False)
-    return Machine(kind, gpus, nodes, inside, between if nodes > 1 else None, cards_of(between, gpus // nodes), kind.memory_bytes)
+    return Machine(
+        kind, gpus, nodes, inside, between if nodes > 1 else None, cards_of(between, gpus // nodes), kind.memory_bytes
+    )
 
 
 def settle_overlap(config: Config, machine: Machine) -> tuple[Config, str]:
@@ -46,10 +50,16 @@ def settle_overlap(config: Config, machine: Machine) -> tuple[Config, str]:
     parallel = config.parallel
     if parallel.overlap_mode != "auto" or parallel.sequence_parallel_size == 1:
         return config, ""
-    heads = (config.model.num_attention_heads or 1) // (parallel.tensor_model_parallel_size * parallel.sequence_parallel_size)
+    heads = (config.model.num_attention_heads or 1) // (
+        parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
+    )
     wanted = [parallel.sp_head_chunks] if parallel.sp_head_chunks is not None else [2, 4]
     tried = []
-    for mode, chunks in [("none", None), ("split-qkv", None), *(("chunked", count) for count in wanted if count <= max(heads, 1))]:
+    for mode, chunks in [
+        ("none", None),
+        ("split-qkv", None),
+        *(("chunked", count) for count in wanted if count <= max(heads, 1)),
+    ]:
         made = copy.copy(config)
         made.parallel = copy.copy(parallel)
         made.parallel.sp_overlap_comm = made.parallel.split_qkv_linear = False

@@ -88,7 +88,9 @@ class Machine:
         steps = 1 if op == "send" else ranks - 1
         if op == "all_reduce":
             steps = min(2 * steps, 4 * math.ceil(math.log2(ranks)))
-        return number * (link.latency_us + link.step_us * steps) * 1e-6 + num_bytes / self.rate(op, group, ranks, tp, sp)
+        return number * (link.latency_us + link.step_us * steps) * 1e-6 + num_bytes / self.rate(
+            op, group, ranks, tp, sp
+        )
 
     def rate(self, op: str, group: str, ranks: int, tp: int, sp: int = 1) -> float:
         """Return the bytes per second that a rank sends."""

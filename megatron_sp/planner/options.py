@@ -17,17 +17,35 @@ EPILOG = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the planner's flags; all other flags of the command describe the model, as for pretrain_gpt.py."""
-    parser.add_argument("--gpus", type=integer(), required=True, metavar="N", help="all of them, over all nodes (required)")
     parser.add_argument(
-        "--gpu", required=True, metavar="NAME", help=f"kind of GPU, such as h100-80g; {CPU}: processes of this machine, measured now"
+        "--gpus", type=integer(), required=True, metavar="N", help="all of them, over all nodes (required)"
     )
-    parser.add_argument("--nodes", type=integer(), metavar="N", help="hosts; GPUs are spread evenly (default: 8 GPUs each)")
-    parser.add_argument("--link", metavar="NAME", help="between the nodes, such as ib-400g (required with more than one node)")
-    parser.add_argument("--inside-link", metavar="NAME", help="between the GPUs of a node (default: the one the GPU is usually sold with)")
     parser.add_argument(
-        "--cards", type=integer(), metavar="N", help="network cards of a node (default: one for each GPU; one of Ethernet up to 100g)"
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help=f"kind of GPU, such as h100-80g; {CPU}: processes of this machine, measured now",
     )
-    parser.add_argument("--reserve-gib", type=float, metavar="GIB", help="memory of a GPU for what is not tensors (default: worked out)")
+    parser.add_argument(
+        "--nodes", type=integer(), metavar="N", help="hosts; GPUs are spread evenly (default: 8 GPUs each)"
+    )
+    parser.add_argument(
+        "--link", metavar="NAME", help="between the nodes, such as ib-400g (required with more than one node)"
+    )
+    parser.add_argument(
+        "--inside-link",
+        metavar="NAME",
+        help="between the GPUs of a node (default: the one the GPU is usually sold with)",
+    )
+    parser.add_argument(
+        "--cards",
+        type=integer(),
+        metavar="N",
+        help="network cards of a node (default: one for each GPU; one of Ethernet up to 100g)",
+    )
+    parser.add_argument(
+        "--reserve-gib", type=float, metavar="GIB", help="memory of a GPU for what is not tensors (default: worked out)"
+    )
     parser.add_argument("--top", type=integer(10**6), default=5, metavar="N", help="layouts to show (default: 5)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -49,5 +67,7 @@ def lengths_of(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not (word.isascii() and word.isdigit() and len(word) < 12 and int(word) > 0):
-            raise argparse.ArgumentTypeError(f"{word[:40] or 'nothing'} is not a length: give numbers of tokens such as 300,500,224")
+            raise argparse.ArgumentTypeError(
+                f"{word[:40] or 'nothing'} is not a length: give numbers of tokens such as 300,500,224"
+            )
     return tuple(map(int, words))

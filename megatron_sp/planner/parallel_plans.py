@@ -36,7 +36,9 @@ Saving = tuple[int, str | None]
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 TOKENS = 2**20  # tokens of a step without --global-batch-size
-FEWEST_POSITIONS = 1024  # of a sequence on a rank of sp x cp: with less there is too little to compute under an exchange
+FEWEST_POSITIONS = (
+    1024  # of a sequence on a rank of sp x cp: with less there is too little to compute under an exchange
+)
 MOST_CP = 128
 MOST_PP = 16
 ENOUGH_TOKENS = 32768  # tokens of a rank at a time beyond which products do not get faster
@@ -81,13 +83,15 @@ class ParallelPlan:
         """Return the layout as text."""
         dp = self.dp(gpus)
         parts = [f"tp {self.tp}{' + seq' if self.tp_seq else ''}"] if self.tp > 1 else []
-        parts += [f"sp {self.sp}" + ("" if self.mode == "none" else f" {self.mode}{f' {self.chunks}' if self.chunks else ''}")] * (
-            self.sp > 1
-        )
+        parts += [
+            f"sp {self.sp}" + ("" if self.mode == "none" else f" {self.mode}{f' {self.chunks}' if self.chunks else ''}")
+        ] * (self.sp > 1)
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"pp {self.pp} {self.schedule}"] if self.pp > 1 else []
         parts += [f"dp {dp}"] if dp > 1 or not parts else []
-        parts += [f"ep {self.ep}" + (f" in {self.moe_chunks} chunks" if self.moe_chunks > 1 else "")] if self.ep > 1 else []
+        parts += (
+            [f"ep {self.ep}" + (f" in {self.moe_chunks} chunks" if self.moe_chunks > 1 else "")] if self.ep > 1 else []
+        )
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += [f"recompute {self.recompute}"] if self.recompute else []
         return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
@@ -99,7 +103,9 @@ class ParallelPlan:
         made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
         made += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
         made += [f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}"] * (self.pp > 1)
-        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1) + [f"--moe-chunks {self.moe_chunks}"] * (self.moe_chunks > 1)
+        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1) + [f"--moe-chunks {self.moe_chunks}"] * (
+            self.moe_chunks > 1
+        )
         made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
         made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
         made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
@@ -108,10 +114,18 @@ class ParallelPlan:
     def apply(self, base: Config) -> Config:
         """Return a normalised copy of a configuration with this layout."""
         config = copy.copy(base)  # unchanged sections are shared: a search makes thousands of copies
-        config.parallel, config.kernels, config.batch = copy.copy(base.parallel), copy.copy(base.kernels), copy.copy(base.batch)
+        config.parallel, config.kernels, config.batch = (
+            copy.copy(base.parallel),
+            copy.copy(base.kernels),
+            copy.copy(base.batch),
+        )
         parallel, kernels = config.parallel, config.kernels
         parallel.tensor_model_parallel_size, parallel.sequence_parallel = self.tp, self.tp_seq
-        parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.zero_stage = self.sp, self.cp, self.zero
+        parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.zero_stage = (
+            self.sp,
+            self.cp,
+            self.zero,
+        )
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
         parallel.cp_comm_type = None
         parallel.expert_model_parallel_size = self.ep
@@ -145,7 +159,9 @@ def default_batch(config: Config, gpus: int) -> int:
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     sizes = [round(wanted / n) * n for n in divisors if n <= wanted]
     near = [size for size in sizes if abs(size - wanted) <= wanted / 4]  # the last is that of the largest divisor
-    ranks = gpus // max(n for n in divisors if n <= model.num_attention_heads)  # a sequence each, even with all heads on their own
+    ranks = gpus // max(
+        n for n in divisors if n <= model.num_attention_heads
+    )  # a sequence each, even with all heads on their own
     if near[-1] % ranks:
         return math.ceil(wanted / gpus) * gpus * micro
     return near[-1] * micro
@@ -210,7 +226,11 @@ def _eps(base: Config, given: Given, ranks: int) -> list[int]:
         return [1]
     if ("parallel", "expert_model_parallel_size") in given:
         return [base.parallel.expert_model_parallel_size]
-    return [size for size in range(1, min(ranks, base.model.num_experts) + 1) if ranks % size == 0 and base.model.num_experts % size == 0]
+    return [
+        size
+        for size in range(1, min(ranks, base.model.num_experts) + 1)
+        if ranks % size == 0 and base.model.num_experts % size == 0
+    ]
 
 
 def _cps(base: Config, given: Given, sp: int, of: int) -> list[int]:

@@ -113,7 +113,9 @@ def _tighter(found: Findings) -> list[str]:
         return []
     left = [(c.machine.memory_bytes - c.needs) / GIB for c in (tight[0], best)]
     faster = tight[0].tokens_per_second / best.tokens_per_second - 1
-    return [f"tight: {faster:.1%} faster than 1, with {left[0]:.1f} GiB left instead of {left[1]:.1f}: {' '.join(tight[0].layout.flags())}"]
+    return [
+        f"tight: {faster:.1%} faster than 1, with {left[0]:.1f} GiB left instead of {left[1]:.1f}: {' '.join(tight[0].layout.flags())}"
+    ]
 
 
 def _doubts(best: Sequence[Candidate]) -> list[str]:
@@ -157,7 +159,10 @@ def _table(best: Sequence[Candidate]) -> list[str]:
         ] for number, c in enumerate(best, 1)
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
 
 
 def _detail(best: Candidate, extra: Sequence[str]) -> list[str]:

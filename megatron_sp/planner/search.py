@@ -26,7 +26,17 @@ from megatron_sp.estimate.memory_plan import MemoryPlan
 from megatron_sp.estimate.suggestions import plan_of
 from megatron_sp.estimate.workload import head_share
 from megatron_sp.planner.machine import Machine, reserve
-from megatron_sp.planner.parallel_plans import Axes, Given, ParallelPlan, Saving, frames, micro_batches, most_saving, saves_no_less, savings
+from megatron_sp.planner.parallel_plans import (
+    Axes,
+    Given,
+    ParallelPlan,
+    Saving,
+    frames,
+    micro_batches,
+    most_saving,
+    saves_no_less,
+    savings,
+)
 from megatron_sp.planner.timing import StepTime, step_time
 
 TIGHT = 0.95  # share of the memory above which a layout counts as tight
@@ -181,7 +191,9 @@ def _shared(work: partial[_Part], tried: list[ParallelPlan], processes: int) -> 
     chunks = [tried[start : start + _CHUNK] for start in range(0, len(tried), _CHUNK)]
     context = multiprocessing.get_context("spawn")  # this process may have threads
     try:
-        with ProcessPoolExecutor(min(processes, _PROCESSES, len(chunks)), context, initializer=_leave_interrupts) as pool:
+        with ProcessPoolExecutor(
+            min(processes, _PROCESSES, len(chunks)), context, initializer=_leave_interrupts
+        ) as pool:
             return list(pool.map(work, chunks))
     except (BrokenProcessPool, OSError, NotImplementedError):
         return [work(tried)]
@@ -307,7 +319,9 @@ class _Frame:
 def num_groups(layout: ParallelPlan, gpus: int) -> int:
     """Return the number of a rank's communicators with more than one member: those of the axes, five of a pipeline, two of ep."""
     of_stages = 5 * (layout.pp > 1) + 2 * (layout.ep > 1)  # each direction to each neighbour, and all stages
-    return of_stages + sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp))
+    return of_stages + sum(
+        size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp)
+    )
 
 
 def _too_large(least: dict[Axes, tuple[int, ParallelPlan]], fitting: set[Axes], machine: Machine) -> list[Rejected]:

@@ -49,7 +49,9 @@ def why_this_split(best: Candidate, others: Sequence[Candidate]) -> list[str]:
         return []
     model = best.config.model
     assert model.seq_length
-    tried = layout if layout.cp > 1 else type(layout)(**{**vars(layout), "sp": 1, "mode": "none", "chunks": 0, "cp": ranks})
+    tried = (
+        layout if layout.cp > 1 else type(layout)(**{**vars(layout), "sp": 1, "mode": "none", "chunks": 0, "cp": ranks})
+    )
     config = best.config if layout.cp > 1 else tried.apply(best.config)
     share = share_of_attention(config, machine)
     link = machine.link_of("cp", tried.cp, layout.tp, tried.sp).name
@@ -63,10 +65,14 @@ def why_this_split(best: Candidate, others: Sequence[Candidate]) -> list[str]:
     else:
         inside = machine.link_of("sp", layout.sp, layout.tp).name
         said = f"both: Ulysses (sp {layout.sp}) over {inside}, where bytes are cheap, and cp {layout.cp} around it, since {hides}"
-    beside = [c for c in others if (c.layout.tp, c.layout.pp) == (layout.tp, layout.pp) and c.layout.axes != layout.axes]
+    beside = [
+        c for c in others if (c.layout.tp, c.layout.pp) == (layout.tp, layout.pp) and c.layout.axes != layout.axes
+    ]
     same = [c for c in beside if c.layout.sp * c.layout.cp == ranks]
     lines = [f"sp and cp: {said}"]
     if same:
-        words = (f"sp {c.layout.sp} x cp {c.layout.cp} {best.tokens_per_second / c.tokens_per_second:.2f}" for c in same)
+        words = (
+            f"sp {c.layout.sp} x cp {c.layout.cp} {best.tokens_per_second / c.tokens_per_second:.2f}" for c in same
+        )
         lines.append(f"  other splits of {ranks} ranks, in time of the first: {', '.join(words)}")
     return lines

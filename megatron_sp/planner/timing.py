@@ -205,7 +205,13 @@ class _Clock:
     def _ctas(self, flow: Flow) -> float:
         """Return the multiprocessors that a collective takes, of those that NCCL takes by itself, as a share."""
         gpu, parallel = self.machine.gpu, self.parallel
-        most = parallel.nccl_sp_ctas if flow.group in ("sp", "cp") else parallel.nccl_dp_ctas if _is_of_replicas(flow) else None
+        most = (
+            parallel.nccl_sp_ctas
+            if flow.group in ("sp", "cp")
+            else parallel.nccl_dp_ctas
+            if _is_of_replicas(flow)
+            else None
+        )
         return 1.0 if most is None or not gpu.units else min(1.0, most / (gpu.overlap_cost * gpu.units))
 
     def _cost(self, flow: Flow) -> float:
@@ -277,7 +283,9 @@ class _Clock:
                 exchange = self._exchange(flow, (left if self.parallel.zero_stage >= 2 else once)["backward"])
                 left["backward"] -= min(left["backward"], exchange.hidden)
             elif flow.kind in ("parameters", "parameters of experts"):
-                exchange = self._exchange(flow, left["forward"] + left["backward"] if self.is_stage_3 else once["forward"])
+                exchange = self._exchange(
+                    flow, left["forward"] + left["backward"] if self.is_stage_3 else once["forward"]
+                )
             else:
                 exchange = self._exchange(flow, once["forward"])
             yield exchange

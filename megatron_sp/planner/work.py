@@ -23,7 +23,11 @@ from megatron_sp.estimate.memory_rank import RankForm
 
 Product = tuple[int, int, int]  # [m, k] times [k, n], as (m, n, k)
 
-_TILES = ((128, 256, 1.0), (128, 128, 0.88), (64, 128, 0.7))  # tiles of a product's kernels, and the share of the rate that they reach
+_TILES = (
+    (128, 256, 1.0),
+    (128, 128, 0.88),
+    (64, 128, 0.7),
+)  # tiles of a product's kernels, and the share of the rate that they reach
 _SHORT_INNER = 96  # inner dimension at which half of the rate is lost to a tile's start and end
 _SHORT_SEQUENCE = 256  # sequence at which attention loses half of its rate
 _NARROW, _WIDE = 64, 128  # head widths
@@ -91,7 +95,13 @@ class Work:
     """
 
     def __init__(self, form: RankForm, gpu: Gpu) -> None:
-        self.model, self.shape, self.heads, self.zero, self.gpu = form.workload.model, form.shape, form.attention, form.zero, gpu
+        self.model, self.shape, self.heads, self.zero, self.gpu = (
+            form.workload.model,
+            form.shape,
+            form.attention,
+            form.zero,
+            gpu,
+        )
         self.kernels, self.ep = form.workload.kernels, form.workload.parallel.expert_model_parallel_size
         messages = sum(len(chunk.messages) for chunk in self.heads.chunks)
         self.pieces = max(1, messages)
@@ -123,12 +133,19 @@ class Work:
         made: list[tuple[int, Product]] = [(1, (experts.tokens, experts.num_experts, shape.h))]
         made += [(own, (rows, experts.ffn_in, shape.h)), (own, (rows, shape.h, experts.ffn))]
         if experts.shared:
-            made += [(1, (shape.sp_tokens, experts.shared_in, shape.h)), (1, (shape.sp_tokens, shape.h, experts.shared))]
+            made += [
+                (1, (shape.sp_tokens, experts.shared_in, shape.h)),
+                (1, (shape.sp_tokens, shape.h, experts.shared)),
+            ]
         return made
 
     def _branch_forward(self, experts: bool) -> float:
         """Return the seconds of the products of an MLP, or of experts."""
-        return sum(count * self._forward([product]) for count, product in self.experts()) if experts else self._forward(self.mlp())
+        return (
+            sum(count * self._forward([product]) for count, product in self.experts())
+            if experts
+            else self._forward(self.mlp())
+        )
 
     def _branch_backward(self, experts: bool) -> tuple[float, float]:
         """Return ``_backward`` of the products of an MLP, or of experts."""
@@ -157,7 +174,11 @@ class Work:
         if self.heads.uses_reference:
             moved = pairs * shape.wide * (10 if backward else 6)
             flops = 4.0 * pairs * shape.d
-            return flops * (2 if backward else 1) / (gpu.matmul_tflops * 1e12) + moved / (gpu.memory_gbs * 1e9) + self._merges()
+            return (
+                flops * (2 if backward else 1) / (gpu.matmul_tflops * 1e12)
+                + moved / (gpu.memory_gbs * 1e9)
+                + self._merges()
+            )
         rate = gpu.attention_backward_tflops if backward else gpu.attention_forward_tflops
         rate *= gpu.flash2_share if self._takes_flash2 else 1.0
         share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - shape.d) / (_WIDE - _NARROW)))
@@ -181,7 +202,9 @@ class Work:
         return older or (self.kernels.deterministic_mode and (backend == "fused" or (backend == "auto" and dropout)))
 
     def _calls(self) -> float:
-        stages = 1 if self.shape.context is None else 2 + len(self.shape.context.shifts)  # own keys are those before, and a diagonal
+        stages = (
+            1 if self.shape.context is None else 2 + len(self.shape.context.shifts)
+        )  # own keys are those before, and a diagonal
         return len(self.heads.chunks) * stages * self.gpu.launch_us * 1e-6
 
     # elementwise work
@@ -204,7 +227,11 @@ class Work:
         assert experts is not None
         rows = experts.rows
         inner = (
-            int(rows.choices * (experts.ffn_in + experts.ffn) + self.shape.sp_tokens * (experts.shared_in + experts.shared)) * self.shape.e
+            int(
+                rows.choices * (experts.ffn_in + experts.ffn)
+                + self.shape.sp_tokens * (experts.shared_in + experts.shared)
+            )
+            * self.shape.e
         )
         taken = rows.choices * experts.h * (3 * experts.e + 2 * experts.wide)
         travelling = (rows.sent + rows.received) * 2 * experts.row_bytes.there if experts.moves else 0
@@ -217,7 +244,9 @@ class Work:
     def _elementwise(self, blocks: float, activations: float, *, experts: bool) -> float:
         """Return the seconds of ``blocks`` times a block's elementwise traffic except the activation, and ``activations`` times that."""
         every, activation = self.expert_bytes() if experts else self.block_bytes()
-        return self._moved(blocks * (every - activation)) + self._moved(activations * activation, self.gpu.activation_gbs)
+        return self._moved(blocks * (every - activation)) + self._moved(
+            activations * activation, self.gpu.activation_gbs
+        )
 
     # passes
 
@@ -245,20 +274,30 @@ class Work:
     def _block_backward(self, experts: bool) -> Pass:
         parts = [self._backward(self.qkv()), self._backward(self.out()), self._branch_backward(experts)]
         weights = sum(weight for _, weight in parts)
-        remade = self._forward(self.mlp()[::2]) if self.shape.chunked and not experts else 0.0  # --mlp-chunks saves nothing of fc1
+        remade = (
+            self._forward(self.mlp()[::2]) if self.shape.chunked and not experts else 0.0
+        )  # --mlp-chunks saves nothing of fc1
         moved = self._elementwise(2, 3, experts=experts) + 14 * self.gpu.launch_us * 1e-6
         qkv, out = (sum(part) for part in parts[:2])
         mlp = self.mlp()
-        delayed = self._backward(mlp if self.shape.tp == 1 else mlp[1::2])[1] if self.shape.delays and not experts else 0.0
+        delayed = (
+            self._backward(mlp if self.shape.tp == 1 else mlp[1::2])[1] if self.shape.delays and not experts else 0.0
+        )
         return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out, delayed)
 
     def recomputed(self, granularity: str | None, share: float) -> Pass:
         """Return the recomputation of a block on average; ``share``: share of the blocks that are fully recomputed."""
-        if granularity == "selective" and self.shape.context is None:  # across ranks attention saves no scores, and is not repeated
+        if (
+            granularity == "selective" and self.shape.context is None
+        ):  # across ranks attention saves no scores, and is not repeated
             return Pass(attention=self.attention(False))
         forward = self.block_forward()
         if granularity != "full":
-            return Pass(products=forward.qkv_products, qkv_products=forward.qkv_products) if self.kernels.recompute_qkv else Pass()
+            return (
+                Pass(products=forward.qkv_products, qkv_products=forward.qkv_products)
+                if self.kernels.recompute_qkv
+                else Pass()
+            )
         return (replace(forward, attention=0.0) if self.heads.keeps_results else forward).times(share)
 
     def ends(self) -> Pass:

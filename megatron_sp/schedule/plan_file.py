@@ -89,11 +89,15 @@ def as_text(model: nn.Module, directives: list[Directive], seq_dim: int) -> str:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if isinstance(model_type, str) and model_type:
         head["model_type"] = model_type
-    if (version := _version()) is not None and any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
+    if (version := _version()) is not None and any(
+        c.__module__.startswith("transformers.") for c in type(model).__mro__
+    ):
         head["transformers"] = f">={version[0]}.{version[1]},<{version[0] + 1}"
     head["seq_dim"] = seq_dim
     lines = [f"  - {_flow({'on': d.on, 'do': d.do, **d.args})}" for d in directives]
-    return "\n".join([yaml.safe_dump(head, sort_keys=False).rstrip(), "lines:" if lines else "lines: []", *lines]) + "\n"
+    return (
+        "\n".join([yaml.safe_dump(head, sort_keys=False).rstrip(), "lines:" if lines else "lines: []", *lines]) + "\n"
+    )
 
 
 def _flow(value: dict[str, Any]) -> str:
@@ -109,13 +113,17 @@ def load(path: str | Path, model: nn.Module) -> tuple[list[Directive], int]:
     head = _mapping(data, name, "a schedule")
     _require_known(head, _HEAD, name)
     if head.get("schema") != SCHEMA or isinstance(head.get("schema"), bool):
-        raise ConfigError(f"{name}: schema is {head.get('schema')!r}, and this version reads schema {SCHEMA}: save the schedule again")
+        raise ConfigError(
+            f"{name}: schema is {head.get('schema')!r}, and this version reads schema {SCHEMA}: save the schedule again"
+        )
     _require_model(head, model, name)
     seq_dim = head.get("seq_dim", 1)
     if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or not -8 <= seq_dim < 8:
         raise ConfigError(f"{name}: seq_dim is {seq_dim!r}, and must be a dim of activations: 1 of [b, s, h]")
     if not isinstance(head.get("lines"), list):
-        raise ConfigError(f"{name}: lines is {head.get('lines')!r}, and must be a list of lines like {{on: 'layers.*.fc1', do: column}}")
+        raise ConfigError(
+            f"{name}: lines is {head.get('lines')!r}, and must be a list of lines like {{on: 'layers.*.fc1', do: column}}"
+        )
     found = []
     for place, line in enumerate(head["lines"]):
         where = f"{Path(name).name}:{numbers[place]}" if place < len(numbers) else Path(name).name
@@ -149,9 +157,13 @@ def _check_args(do: str, args: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: {do} needs {', '.join(missing)}")
     for key, value in args.items():
         types = _KEYS[do][key]
-        is_right = types == (object,) or (isinstance(value, types) and not (isinstance(value, bool) and bool not in types))
+        is_right = types == (object,) or (
+            isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
+        )
         if not is_right or not is_plain(value):
-            raise ConfigError(f"{where}: {key} of {do} is {value!r}, and must be {' or '.join(_NAMES.get(t, 'a value') for t in types)}")
+            raise ConfigError(
+                f"{where}: {key} of {do} is {value!r}, and must be {' or '.join(_NAMES.get(t, 'a value') for t in types)}"
+            )
         if key in _CHOICES and value not in _CHOICES[key]:
             raise ConfigError(
                 f"{where}: {key} {value!r} is not known{_near(value, _CHOICES[key])}: it is one of {', '.join(_CHOICES[key])}"
@@ -161,7 +173,14 @@ def _check_args(do: str, args: dict[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: {key} of {do} is {value!r}, and must be a list of {what}")
 
 
-_NAMES = {int: "a whole number", str: "a word", bool: "true or false", list: "a list", dict: "settings", object: "a value"}
+_NAMES = {
+    int: "a whole number",
+    str: "a word",
+    bool: "true or false",
+    list: "a list",
+    dict: "settings",
+    object: "a value",
+}
 _LISTS_OF_NAMES = ("names", "inputs")
 
 
@@ -198,7 +217,9 @@ def _require_model(head: dict[str, Any], model: nn.Module, name: str) -> None:
     if version is None:
         raise ConfigError(f"{name} is for transformers {spec}, which is not installed here: pip install -e '.[hf]'")
     if not _within(version, spec, name):
-        raise ConfigError(f"{name} is for transformers {spec}, and here is {'.'.join(map(str, version))}: verify() it, and save it again")
+        raise ConfigError(
+            f"{name} is for transformers {spec}, and here is {'.'.join(map(str, version))}: verify() it, and save it again"
+        )
 
 
 def _version() -> tuple[int, int, int] | None:

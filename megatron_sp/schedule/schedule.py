@@ -162,7 +162,9 @@ class Schedule:
         """Add the lines of a file. Raises ConfigError: it does not fit this model, or a line is invalid."""
         lines, seq_dim = plan_file.load(path, self.model)
         if self.directives and seq_dim != self.seq_dim:
-            raise ConfigError(f"{path} has seq_dim {seq_dim}, and the lines that are here have {self.seq_dim}: load it first")
+            raise ConfigError(
+                f"{path} has seq_dim {seq_dim}, and the lines that are here have {self.seq_dim}: load it first"
+            )
         self.seq_dim = seq_dim
         for line in lines:
             self.add(line.on, line.do, **line.args)
@@ -184,7 +186,9 @@ class Schedule:
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
         return "the lines fit the model; whether it computes the same, verify(batch) measures, on ranks"
 
-    def verify(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
+    def verify(
+        self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None
+    ) -> Verdict:
         """Compare a step of the split model with one of the whole model, on copies; see ``verify.py``. Collective over all ranks.
 
         What the lines leave open (adjoints, where dropout differs) is measured, and added to them.
@@ -202,17 +206,23 @@ class Schedule:
             raise NumericsError(str(verdict))
         return verdict
 
-    def measure(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
+    def measure(
+        self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None
+    ) -> Verdict:
         """Compare as ``verify()`` does, but return a verdict (see ``verdict.ok``) even if the results differ."""
         if self.applied is not None:
-            raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
+            raise ConfigError(
+                "verify() compares with the whole model, which is gone after apply(): call it before (E15)"
+            )
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
         if self.mesh.is_imagined:
             raise ConfigError(
                 f"verify() computes on ranks, and this mesh has sizes only ({self.mesh}): make it with Mesh.of(groups) in a job, or save()"
                 " the lines for `megatron-sp schedule verify`, which starts its ranks itself"
             )
-        verdict, self.directives = measure(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
+        verdict, self.directives = measure(
+            self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss
+        )
         if verdict.ok:
             self._verified = as_said(self.directives)
         return verdict
@@ -264,7 +274,9 @@ class Selection:
     def mod(self) -> nn.Module:
         """The only selected module. Raises ConfigError: there are several."""
         if len(self.paths) != 1:
-            raise ConfigError(f"{self.glob!r} names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}, ...")
+            raise ConfigError(
+                f"{self.glob!r} names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}, ..."
+            )
         return self.schedule.model.get_submodule(self.paths[0])
 
     def shard(
@@ -295,7 +307,9 @@ class Selection:
         """
         return self._add("column", input=input, blocks=blocks, heads=heads, replicas=replicas, gather=gather)
 
-    def row(self, reduce: str = "all_reduce", *, axis: int | None = None, blocks: Any = None, heads: int | None = None) -> Selection:
+    def row(
+        self, reduce: str = "all_reduce", *, axis: int | None = None, blocks: Any = None, heads: int | None = None
+    ) -> Selection:
         """Split a linear layer by its inputs; the ranks' results are summed, then the bias is added, once.
 
         Args:
@@ -321,7 +335,9 @@ class Selection:
                 grad: adjoint of all_gather: reduce_scatter or slice (default: measured by ``verify()``).
                 over: axis of the mesh (default: tp).
         """
-        return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, arg=arg, out=out, grad=grad, over=over, layouts=layouts)
+        return self._add(
+            "sync", mode=mode, op=sync_op_or_fn, axis=axis, arg=arg, out=out, grad=grad, over=over, layouts=layouts
+        )
 
     def hook(self, mode: str, fn: Callable[..., Any]) -> Selection:
         """Register a torch hook, for what a ``sync`` of one tensor cannot do; it is omitted if tp is 1.

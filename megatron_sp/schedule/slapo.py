@@ -29,7 +29,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_sp.comm.collectives import broadcast
@@ -77,7 +80,9 @@ class ShardMethod:
         """Run after the split, when ``sch.mod`` has this rank's share."""
 
     @staticmethod
-    def infer_output_type(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> tuple[str | None, int | None]:
+    def infer_output_type(
+        sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int
+    ) -> tuple[str | None, int | None]:
         return None, None
 
     @staticmethod
@@ -149,7 +154,9 @@ BUILT_IN = ("annotate", "checkpoint", "fork_rng", "replace", "replace_all", "sha
 # Collectives as functions, for hooks
 
 
-def all_gather_forward_output(inp: Tensor, dim: int, group: Group | None = None, tensor_parallel_output_grad: bool = True) -> Tensor:
+def all_gather_forward_output(
+    inp: Tensor, dim: int, group: Group | None = None, tensor_parallel_output_grad: bool = True
+) -> Tensor:
     # gather all ranks' tensors along ``dim``
     return gather_from(inp, group or world_group(), dim, "reduce_scatter" if tensor_parallel_output_grad else "slice")
 
@@ -192,7 +199,9 @@ def get_cuda_rng_tracker(group: Group | None = None) -> RngTracker:
     return RngTracker(group or world_group())
 
 
-def set_random_seed(seed: int = 2013, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None) -> int:
+def set_random_seed(
+    seed: int = 2013, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None
+) -> int:
     # seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp
     seed += 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
     random.seed(seed)
@@ -210,7 +219,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # Other arguments of sync: of early versions, and "RS->SR"
 
 
-_OLD_MODES = {"fw_pre": "fwd_pre", "fw_post": "fwd_post", "bw_post": "bwd_post"}  # as in an example in Slapo's documentation
+_OLD_MODES = {
+    "fw_pre": "fwd_pre",
+    "fw_post": "fwd_post",
+    "bw_post": "bwd_post",
+}  # as in an example in Slapo's documentation
 RESHARDS: dict[str, tuple[str, int] | tuple[str, int, int] | None] = {
     "RR->RR": None,
     "RS->RS": None,
@@ -286,7 +299,9 @@ def put_reshard(line: Selection, path: str, mode: str, op: str, kwargs: dict[str
     if kwargs:
         raise ConfigError(f"sync on {path}: {op!r} takes no {', '.join(kwargs)}: its letters say which dims are meant")
     if mode == "bwd_post":
-        raise ConfigError(f"sync on {path}: {op!r} is for fwd_pre and fwd_post; the gradient goes the other way by itself")
+        raise ConfigError(
+            f"sync on {path}: {op!r} is for fwd_pre and fwd_post; the gradient goes the other way by itself"
+        )
     step = RESHARDS[op]
     if step is None:
         return
@@ -374,7 +389,9 @@ class SlapoSchedule:
         return SlapoSchedule(self.schedule, found, parent=parent)
 
     def _one(self, glob: str) -> NoReturn:
-        raise ConfigError(f"{glob!r} may name several modules: Slapo's spelling takes one; schedule()[{glob!r}] takes them all")
+        raise ConfigError(
+            f"{glob!r} may name several modules: Slapo's spelling takes one; schedule()[{glob!r}] takes them all"
+        )
 
     def __contains__(self, path: object) -> bool:
         return any(name == path for name, _ in self.mod.named_modules() if name)
@@ -390,7 +407,9 @@ class SlapoSchedule:
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
             self._line.shard(name, axis, blocks=blocks, heads=heads)
 
-    def sync(self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any) -> None:
+    def sync(
+        self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any
+    ) -> None:
         """Add a collective where a tensor enters or leaves the module."""
         if sync_op_or_fn is None:
             for step in exchanges(self, mode, kwargs):
@@ -406,7 +425,9 @@ class SlapoSchedule:
             )
         if callable(sync_op_or_fn):
             if kwargs:
-                raise ConfigError(f"sync on {self.path}: {', '.join(kwargs)} has no meaning beside a hook, which does what it does")
+                raise ConfigError(
+                    f"sync on {self.path}: {', '.join(kwargs)} has no meaning beside a hook, which does what it does"
+                )
             self._line.hook(mode, sync_op_or_fn)
             return
         if is_reshard(sync_op_or_fn):
@@ -416,7 +437,9 @@ class SlapoSchedule:
         differs = kwargs.pop("tensor_parallel_output_grad", None)
         grad = None if differs is None else "reduce_scatter" if differs else "slice"
         axis = kwargs.pop("axis", 0)
-        self._line.sync(mode, sync_op_or_fn, axis=None if sync_op_or_fn in ("all_reduce", "copy") else axis, grad=grad, **kwargs)
+        self._line.sync(
+            mode, sync_op_or_fn, axis=None if sync_op_or_fn in ("all_reduce", "copy") else axis, grad=grad, **kwargs
+        )
 
     def _check(self, mode: str, op: Any, kwargs: dict[str, Any]) -> None:
         if op not in OPS:
@@ -427,7 +450,9 @@ class SlapoSchedule:
         if wrong := [name for name in kwargs if name not in known]:
             raise ConfigError(f"sync on {self.path} does not know {', '.join(wrong)}, only {', '.join(known)}")
         if "tensor_parallel_output_grad" in kwargs and op != "all_gather":
-            raise ConfigError(f"sync on {self.path}: tensor_parallel_output_grad is about the gradient of all_gather, not of {op}")
+            raise ConfigError(
+                f"sync on {self.path}: tensor_parallel_output_grad is about the gradient of all_gather, not of {op}"
+            )
 
     def fork_rng(self) -> None:
         """Make random numbers inside differ between the ranks."""
@@ -444,7 +469,9 @@ class SlapoSchedule:
         """Replace the module at once, so that later lines can refer to its submodules; the new one takes over the old one's hooks."""
         here = self.path or "the model"
         if target_ops is not None or not isinstance(new_mod_or_func, nn.Module):
-            raise ConfigError(f"replace on {here} takes a module for a module; there is no graph whose nodes could be replaced")
+            raise ConfigError(
+                f"replace on {here} takes a module for a module; there is no graph whose nodes could be replaced"
+            )
         if kwargs:
             raise ConfigError(f"replace on {here} does not know {', '.join(kwargs)}")
         if self.schedule.applied is not None:
@@ -462,7 +489,9 @@ class SlapoSchedule:
         around, _, last = self.path.rpartition(".")
         self.schedule.model.get_submodule(around)._modules[last] = new
 
-    def replace_all(self, target_mod_type: type[nn.Module], make_mod_fn: Callable[..., nn.Module], **kwargs: Any) -> None:
+    def replace_all(
+        self, target_mod_type: type[nn.Module], make_mod_fn: Callable[..., nn.Module], **kwargs: Any
+    ) -> None:
         """Replace every submodule of a type by ``make_mod_fn(path, module, **kwargs)``, except inside one that was replaced."""
         done: list[str] = []
         for path, sub in list(self.named_schedules()):
@@ -474,7 +503,9 @@ class SlapoSchedule:
     def checkpoint(self, subgraph: Any = None, order_args_fn: Any = None) -> None:
         """Recompute the module in backward; keyword arguments need no order."""
         if subgraph is not None:
-            raise ConfigError(f"checkpoint on {self.path or 'the model'} takes a whole module: there is no graph to take a part of")
+            raise ConfigError(
+                f"checkpoint on {self.path or 'the model'} takes a whole module: there is no graph to take a part of"
+            )
         self._line.checkpoint()
 
     def __getattr__(self, name: str) -> Any:
@@ -482,7 +513,9 @@ class SlapoSchedule:
             return partial(self._refuse, name)
         if name in PRIMITIVES:
             return partial(PRIMITIVES[name].apply, self)
-        raise AttributeError(f"{type(self).__name__} has no {name!r}: its primitives are {', '.join(list_primitives())}")
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}: its primitives are {', '.join(list_primitives())}"
+        )
 
     def _refuse(self, name: str, /, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(f".{name}() on {self.path or 'the model'}: {_REFUSED[name]}")
@@ -499,7 +532,9 @@ def create_schedule(
         return SlapoSchedule(Schedule(root, Mesh(tp=group or world_group()), seq_dim=0), name=name)
     found = parent.schedule.model.get_submodule(path)
     if found is not root:
-        raise ConfigError(f"{path!r} of the parent's model is another module than the one that was given: take parent[...] instead")
+        raise ConfigError(
+            f"{path!r} of the parent's model is another module than the one that was given: take parent[...] instead"
+        )
     return SlapoSchedule(parent.schedule, path, name, parent)
 
 
@@ -513,7 +548,10 @@ def _remember(model: nn.Module) -> Metadata:
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, Callable[..., Any]]:
     if name_only:
         return [*BUILT_IN, *PRIMITIVES]
-    return {**{name: getattr(SlapoSchedule, name) for name in BUILT_IN}, **{name: cls.apply for name, cls in PRIMITIVES.items()}}
+    return {
+        **{name: getattr(SlapoSchedule, name) for name in BUILT_IN},
+        **{name: cls.apply for name, cls in PRIMITIVES.items()},
+    }
 
 
 # Empty weights
@@ -568,7 +606,13 @@ def _device(model: nn.Module, group: Group) -> torch.device:
 
 
 def _mark(t: Tensor) -> Tensor:
-    return t.fill_(float("nan") if t.is_floating_point() or t.is_complex() else 0 if t.dtype == torch.bool else torch.iinfo(t.dtype).min)
+    return t.fill_(
+        float("nan")
+        if t.is_floating_point() or t.is_complex()
+        else 0
+        if t.dtype == torch.bool
+        else torch.iinfo(t.dtype).min
+    )
 
 
 def _is_marked(t: Tensor) -> bool:
@@ -625,7 +669,9 @@ Init = bool | Callable[..., Any] | None
 _OLDER = {"init_required": "init_weights", "param_init_fn": "init_weights"}
 
 
-def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = None, **kwargs: Any) -> tuple[nn.Module, None]:
+def build(
+    sch: SlapoSchedule, target: str | None = None, init_weights: Init = None, **kwargs: Any
+) -> tuple[nn.Module, None]:
     """Apply a schedule."""
     for name in [name for name in _OLDER if name in kwargs]:
         init_weights = kwargs.pop(name)
@@ -681,7 +727,10 @@ def without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
     by_channel = {path for path in shards if is_by_channels(sch.mod.get_submodule(path))}
     kept = []
     for line in lines:
-        sums = line.do == "sync" and (line.args["mode"], line.args["op"]) in (("bwd_post", "all_reduce"), ("fwd_pre", "copy"))
+        sums = line.do == "sync" and (line.args["mode"], line.args["op"]) in (
+            ("bwd_post", "all_reduce"),
+            ("fwd_pre", "copy"),
+        )
         if sums and line.on in by_channel:
             warnings.warn(
                 f"{line.on} is split by channels, so ranks have gradients of different channels: {line.args['op']} ({line.where}) would"
@@ -744,9 +793,19 @@ class Verify:
         eval_mode: bool = True, enable: bool = True, **more: Any,
     ) -> None:  # fmt: skip
         if enable and (sch.path or topology is not None):
-            what = f"the schedule of the whole model, not of {sch.path}" if sch.path else "no topology: there are no pipeline stages"
+            what = (
+                f"the schedule of the whole model, not of {sch.path}"
+                if sch.path
+                else "no topology: there are no pipeline stages"
+            )
             raise ConfigError(f"Verify takes {what}")
-        self.sch, self.inputs, self.targets, self.loss_fn, self.device = sch, example_inputs, example_outputs, loss_fn, device
+        self.sch, self.inputs, self.targets, self.loss_fn, self.device = (
+            sch,
+            example_inputs,
+            example_outputs,
+            loss_fn,
+            device,
+        )
         self.eval_mode, self.enable, self.options = eval_mode, enable, VerifyOptions(**more)
         self.verdict: Verdict | None = None
         self.whole = self._settled(sch.mod) if enable else nn.Identity()
@@ -754,11 +813,15 @@ class Verify:
     def __enter__(self) -> Verify:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None or not self.enable:
             return
         if self.sch.schedule.applied is not None:
-            raise ConfigError("build() was called inside of Verify: call it after the block, whose end compares with the whole model")
+            raise ConfigError(
+                "build() was called inside of Verify: call it after the block, whose end compares with the whole model"
+            )
         now = self._settled(self.sch.mod)
         _take_over(now, self.whole)
         owner, lines = self.sch.schedule, without_empty_sums(self.sch)

@@ -36,7 +36,10 @@ class CommandParser(argparse.ArgumentParser):
         parser = self._selected(given)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         known = [name for name in parser._option_string_actions if name.startswith("--")]
-        lines = [f"{flag} is unknown{_choice(similar(flag, known)) or f'; {parser.prog} --help lists all flags'}" for flag in flags]
+        lines = [
+            f"{flag} is unknown{_choice(similar(flag, known)) or f'; {parser.prog} --help lists all flags'}"
+            for flag in flags
+        ]
         parser.error("\n  ".join(lines) if lines else f"'{unknown[0][:60]}' is one word too many: {parser.prog} --help")
 
     def _selected(self, given: Sequence[str]) -> CommandParser:
@@ -53,7 +56,9 @@ class CommandParser(argparse.ArgumentParser):
             return
         names = [str(choice) for choice in action.choices]
         if isinstance(action, argparse._SubParsersAction):
-            self.error(f"{self.prog} has no '{str(value)[:40]}'{_choice(similar(str(value), names)) or f': {self.prog} --help'}")
+            self.error(
+                f"{self.prog} has no '{str(value)[:40]}'{_choice(similar(str(value), names)) or f': {self.prog} --help'}"
+            )
         hint = _choice(similar(str(value), names)) or f": choose from {', '.join(names)}"
         raise argparse.ArgumentError(action, f"'{str(value)[:40]}' is unknown{hint}")
 
@@ -75,7 +80,9 @@ def documented_parser(prog: str | None, text: str | None, epilog: str | None = N
     Args:
         prog: name of the program; None: the script's.
     """
-    return CommandParser(prog=prog, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return CommandParser(
+        prog=prog, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def similar(name: str, names: Iterable[str]) -> list[str]:
@@ -86,4 +93,8 @@ def similar(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _choice(names: Sequence[str]) -> str:
-    return f": did you mean {' or '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}?" if names else ""
+    return (
+        f": did you mean {' or '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}?"
+        if names
+        else ""
+    )

@@ -36,7 +36,9 @@ _NO_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory could not be allocated, on a GPU, by torch, by numpy or by the system."""
-    if isinstance(error, MemoryError) or (type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "memory" in str(error)):
+    if isinstance(error, MemoryError) or (
+        type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "memory" in str(error)
+    ):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

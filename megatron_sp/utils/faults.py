@@ -66,7 +66,9 @@ class FaultPlan:
         if not text:
             return cls()
         if not enabled:
-            raise ConfigError(f"{FAULT_VARIABLE} is set ({text}) but --enable-fault-injection was not given: unset the variable")
+            raise ConfigError(
+                f"{FAULT_VARIABLE} is set ({text}) but --enable-fault-injection was not given: unset the variable"
+            )
         faults = (_parse(part) for part in text.split(";") if part)
         return cls(tuple(f for f in faults if f.rank in (None, rank) and f.attempt in (None, attempt)))
 

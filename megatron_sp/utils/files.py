@@ -22,7 +22,12 @@ from typing import Any, BinaryIO, cast
 
 from megatron_sp.utils.errors import ConfigError
 
-_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)  # file systems that cannot open or sync a folder
+_NOT_SUPPORTED = (
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.EBADF,
+    errno.EACCES,
+)  # file systems that cannot open or sync a folder
 
 _MODES = {os.O_RDONLY: "rb", os.O_WRONLY: "wb", os.O_RDWR: "rb+"}
 

@@ -71,5 +71,8 @@ def _si(value: float) -> str:
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "  ") -> list[str]:
     """Return lines with aligned columns, those in ``right`` to the right, without trailing spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ([c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in rows)
+    cells = (
+        [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    )
     return [(indent + "  ".join(line)).rstrip() for line in cells]

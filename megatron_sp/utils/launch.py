@@ -136,11 +136,15 @@ class _Variables:
 
     def raise_problems(self) -> None:
         if self.problems:
-            error = ConfigError(f"this process's place in its job is not clear: {'; '.join(self.problems)}. {self.remedy}")
+            error = ConfigError(
+                f"this process's place in its job is not clear: {'; '.join(self.problems)}. {self.remedy}"
+            )
             error.on_all_ranks = False  # each rank has variables of its own
             raise error
 
-    def number(self, name: str, *, low: int = 0, high: int | None = None, default: int | None = None, rule: str = "") -> int:
+    def number(
+        self, name: str, *, low: int = 0, high: int | None = None, default: int | None = None, rule: str = ""
+    ) -> int:
         # a variable's value as an integer; what is wrong with it is noted
         text = self.env.get(name)
         if text is None:
@@ -152,7 +156,9 @@ class _Variables:
             return low
         value = int(text)
         if value < low or (high is not None and value > high):
-            self.problems.append(f"{name} ({value}) must be {rule or (f'at least {low}' if high is None else f'{low} to {high}')}")
+            self.problems.append(
+                f"{name} ({value}) must be {rule or (f'at least {low}' if high is None else f'{low} to {high}')}"
+            )
         return value
 
     def first(self, *names: str) -> str:
@@ -170,7 +176,9 @@ class _Variables:
         address = self.env.get("MASTER_ADDR") or host
         if not address:
             self.problems.append(
-                "MASTER_ADDR is empty" if "MASTER_ADDR" in self.env else "MASTER_ADDR, the address of the first host, is not set"
+                "MASTER_ADDR is empty"
+                if "MASTER_ADDR" in self.env
+                else "MASTER_ADDR, the address of the first host, is not set"
             )
         return address or "", self.number("MASTER_PORT", low=1, high=65535, default=port, rule="a port, 1 to 65535")
 
@@ -223,10 +231,14 @@ class _Variables:
         here = self.number(self.first(*mpi.local_size, "LOCAL_WORLD_SIZE"), low=1, high=size)
         local_rank = self.below(self.first(*mpi.local_rank, "LOCAL_RANK"), here, "those on this host")
         host = "127.0.0.1" if here == size else None
-        return Launch(rank, local_rank, size, here, self.attempt(), self.address(size, host, self._port_of_mpi()), "mpirun")
+        return Launch(
+            rank, local_rank, size, here, self.attempt(), self.address(size, host, self._port_of_mpi()), "mpirun"
+        )
 
     def _port_of_mpi(self) -> int:
-        name = self.env.get("PMIX_NAMESPACE") or self.env.get("OMPI_MCA_ess_base_jobid") or self.env.get("PBS_JOBID") or ""
+        name = (
+            self.env.get("PMIX_NAMESPACE") or self.env.get("OMPI_MCA_ess_base_jobid") or self.env.get("PBS_JOBID") or ""
+        )
         numbers = re.findall(r"\d+", name)
         return _FIRST_PORT + sum(map(int, numbers)) % _PORTS if numbers else _DEFAULT_PORT
 
@@ -248,11 +260,18 @@ class _Variables:
         self.remedy = "Start it with srun, or with scripts/slurm.sbatch; a single process: srun --ntasks=1, or unset SLURM_STEP_NUM_TASKS"
         self.agree(size, self.step_size)
         if _has_terminal():
-            self.problems.append(f"this shell is one of the {size} tasks of `srun --pty`, and the others do not run this command")
+            self.problems.append(
+                f"this shell is one of the {size} tasks of `srun --pty`, and the others do not run this command"
+            )
         rank = self.below("SLURM_PROCID", size, self.step_size)
         here = self._tasks_here(size)
         local_rank = self.below("SLURM_LOCALID", here, "those on this host")
-        nodes = self.env.get("SLURM_STEP_NODELIST") or self.env.get("SLURM_JOB_NODELIST") or self.env.get("SLURM_NODELIST") or ""
+        nodes = (
+            self.env.get("SLURM_STEP_NODELIST")
+            or self.env.get("SLURM_JOB_NODELIST")
+            or self.env.get("SLURM_NODELIST")
+            or ""
+        )
         host = first_host(nodes) or ("127.0.0.1" if here == size else None)
         job = self.number(self.first("SLURM_JOB_ID", "SLURM_JOBID"), default=0)
         step = self.number(self.first("SLURM_STEP_ID", "SLURM_STEPID"), default=0)
@@ -274,7 +293,9 @@ class _Variables:
         if size > 1:
             self.problems.append(f"WORLD_SIZE says {size} processes, and RANK, which of them this one is, is not set")
         elif task > 0:
-            self.problems.append(f"SLURM_PROCID says task {task} of srun, and SLURM_STEP_NUM_TASKS, how many there are, is not set")
+            self.problems.append(
+                f"SLURM_PROCID says task {task} of srun, and SLURM_STEP_NUM_TASKS, how many there are, is not set"
+            )
         return Launch(0, self.number("LOCAL_RANK", default=0), size, 1, self.attempt())
 
 

@@ -60,7 +60,9 @@ def script_json(value: Any) -> Html:
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: str = "", numeric: Iterable[int] = ()) -> Html:
+def table(
+    head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: str = "", numeric: Iterable[int] = ()
+) -> Html:
     """Return a table that scrolls horizontally if it is too wide.
 
     Args:
@@ -71,7 +73,10 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: s
     def cells(row: Sequence[object], kind: str, **more: object) -> list[Html]:
         ready = (isinstance(cell, Html) and cell.startswith(("<td", "<th")) for cell in row)
         looks = ("num" if place in right else None for place in range(len(row)))
-        return [join(c) if is_cell else tag(kind, c, class_=look, **more) for c, is_cell, look in zip(row, ready, looks, strict=True)]
+        return [
+            join(c) if is_cell else tag(kind, c, class_=look, **more)
+            for c, is_cell, look in zip(row, ready, looks, strict=True)
+        ]
 
     body = [tag("tr", cells(row, "td")) for row in rows]
     top = tag("thead", tag("tr", cells(head, "th", scope="col"))) if any(head) else None
@@ -116,7 +121,9 @@ _SVG_STYLE = """
 """
 
 
-def svg(width: int, height: int, title: str, about: str, parts: Iterable[str], *, style: str = "", sized: bool = False) -> str:
+def svg(
+    width: int, height: int, title: str, about: str, parts: Iterable[str], *, style: str = "", sized: bool = False
+) -> str:
     """Return a picture as an SVG document: a title, a line about it, and the parts below.
 
     Args:

@@ -90,7 +90,10 @@ class Stream:
             return
         reason, name = self.error.strerror or str(self.error), _NAMES[self._name]
         if not self.is_result:
-            _say_elsewhere(self._name, f"warning: {name} cannot be written ({reason}): its output there is lost, the program continues")
+            _say_elsewhere(
+                self._name,
+                f"warning: {name} cannot be written ({reason}): its output there is lost, the program continues",
+            )
             return
         if self.error.errno != errno.EPIPE:
             _say_elsewhere(self._name, f"error: {name} cannot be written: {reason}")

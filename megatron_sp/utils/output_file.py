@@ -53,7 +53,9 @@ def regular_place(path: str | Path) -> Path | None:
         return Path(os.path.realpath(path))
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
         return None
-    raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {kind_of(mode)}; give a file", str(path))
+    raise OSError(
+        errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {kind_of(mode)}; give a file", str(path)
+    )
 
 
 def write_output(path: str | Path, data: str | bytes) -> None:

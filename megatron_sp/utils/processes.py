@@ -40,7 +40,10 @@ def is_running(pid: int) -> bool:
     """Return whether a process exists and has not ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")  # a zombie has died; its parent has not reaped it yet
+            return file.read().rpartition(")")[2].split()[0] not in (
+                "Z",
+                "X",
+            )  # a zombie has died; its parent has not reaped it yet
     except FileNotFoundError:
         if os.path.isdir("/proc/self"):
             return False

@@ -40,7 +40,11 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 else:
                     notes.append(f"{file}: the last line is cut off (a process died while writing it) and is left out")
     except OSError as error:
-        hint = " (give a run's folder; it gets this file with the first logged step)" if path.is_dir() or not path.exists() else ""
+        hint = (
+            " (give a run's folder; it gets this file with the first logged step)"
+            if path.is_dir() or not path.exists()
+            else ""
+        )
         raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None
     if bad:
         notes.append(f"{file}: {len(bad)} lines are not records and are left out, the first is line {bad[0]}")

@@ -29,7 +29,9 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link: a checkpoint consists of plain files, copy the file there") from None
+            raise CheckpointError(
+                f"{path} is a symbolic link: a checkpoint consists of plain files, copy the file there"
+            ) from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -86,7 +88,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _deeper_than(value: Any, levels: int) -> bool:
     if not isinstance(value, (dict, list)):
         return False
-    return levels == 0 or any(_deeper_than(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
+    return levels == 0 or any(
+        _deeper_than(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def is_count(value: Any) -> TypeGuard[int]:

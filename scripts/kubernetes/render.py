@@ -26,7 +26,9 @@ DEFAULTS = {
     "RESTARTS": "20", "GRACE": "300",
 }  # fmt: skip
 _NUMBERS = {"NODES": 1, "GPUS": 1, "CPUS": 1, "RESTARTS": 0, "GRACE": 60}
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # with what the operators append it stays below the 63 characters of a label
+_NAME = re.compile(
+    r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
+)  # with what the operators append it stays below the 63 characters of a label
 
 
 class Refusal(Exception):
@@ -45,7 +47,9 @@ def values_from(words: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     for word in words:
         name, sign, value = word.partition("=")
         if not sign or not (name in DEFAULTS or re.fullmatch(r"ENV_\w+", name)):
-            raise Refusal(f"{word!r} is not NAME=VALUE with one of {', '.join(DEFAULTS)}, or ENV_...; the command comes after --")
+            raise Refusal(
+                f"{word!r} is not NAME=VALUE with one of {', '.join(DEFAULTS)}, or ENV_...; the command comes after --"
+            )
         (environment if name.startswith("ENV_") else given)[name.removeprefix("ENV_")] = value
     values = {name: given.get(name, default) for name, default in DEFAULTS.items()}
     missing = [name for name, value in values.items() if not value]
@@ -106,7 +110,10 @@ def main(words: list[str]) -> int:
     try:
         if not before:
             raise Refusal("usage: render.py trainjob|pytorchjob NAME=VALUE ... -- SCRIPT [FLAGS]")
-        if before[0] not in ("trainjob", "pytorchjob"):  # before the values: one who has no manifest yet has none of those
+        if before[0] not in (
+            "trainjob",
+            "pytorchjob",
+        ):  # before the values: one who has no manifest yet has none of those
             raise Refusal(f"{before[0]!r} is neither trainjob (Kubeflow Trainer) nor pytorchjob (Training Operator)")
         documents = render(before[0], *values_from(before[1:]), command)
     except Refusal as refusal:

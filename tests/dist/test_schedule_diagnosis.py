@@ -251,8 +251,7 @@ def every_mutant(seq: bool, start: int, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seq", "start", "step"),
-    [(False, 0, 3), (True, 1, 3), *(pytest.param(seq, 0, 1, marks=pytest.mark.long) for seq in (False, True))],
+    ("seq", "start", "step"), [(False, 0, 3), (True, 1, 3), *(pytest.param(seq, 0, 1, marks=pytest.mark.long) for seq in (False, True))]
 )
 def test_each_line_that_is_left_out_doubled_moved_or_changed_is_named(tmp_path: Path, seq: bool, start: int, step: int) -> None:
     run_ranks(every_mutant, 2, tmp_path, seq, start, step)

@@ -218,10 +218,7 @@ def test_a_recomputation_keeps_attention_and_says_so(install_flash: Install, tmp
     """And losses are those of the run that repeats it: the same kernel computes both."""
     install_flash(**ALL)
     losses = []
-    for flags, said in (
-        ((), KEPT),
-        (("--recompute-attention", "full"), f"{REPEATED}asked for (--recompute-attention full)"),
-    ):
+    for flags, said in (((), KEPT), (("--recompute-attention", "full"), f"{REPEATED}asked for (--recompute-attention full)")):
         run = tmp_path / f"run{len(flags)}"
         train(tmp_path, "--save", run, "--train-iters", 2, *FLAGS, "--attention-backend", name, *FULL, *flags).expect(0, said)
         assert f"recomputation {records(run, 'start')[0]['attention']['recomputation']}" == said

@@ -18,10 +18,7 @@ from megatron_sp.convert.model import Model
 
 OWN = ("--use-checkpoint-args", "--num-layers", 3, "--hidden-size", 24, "--seq-length", 16)  # not those of all tests' tiny model
 SHAPE = (*OWN, "--attention-dropout", 0, "--hidden-dropout", 0, "--optimizer", "sgd", "--lr", "0.1")
-LAYOUTS = {
-    "tp2 sp2": (4, ("--tp-size", 2, "--sequence-parallel", "--sp-size", 2)),
-    "dp2 stage 3": (2, ("--zero-stage", 3)),
-}
+LAYOUTS = {"tp2 sp2": (4, ("--tp-size", 2, "--sequence-parallel", "--sp-size", 2)), "dp2 stage 3": (2, ("--zero-stage", 3))}
 
 
 def small(name: str) -> Model:

@@ -216,8 +216,7 @@ def random_texts(number: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("rules", "rotary"),
-    [({"model_type": "unigram"}, True), ({"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"}, False)],
+    ("rules", "rotary"), [({"model_type": "unigram"}, True), ({"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"}, False)]
 )
 def test_a_model_without_a_tokenizer_json_is_read_by_its_own_library(tmp_path: Path, rules: Any, *, rotary: bool) -> None:
     """A unigram model, and one that changes text before: transformers has their ids, because it is told to use sentencepiece."""

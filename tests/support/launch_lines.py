@@ -429,11 +429,7 @@ LAUNCHES = (
         _MDS_LLAMA + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-key-value-heads 4",
         json=_json(32, 4, bf16=_ON),
     ),
-    Launch(
-        "ds: llama, universal checkpoint",
-        _MDS_LLAMA + "--universal-checkpoint --zero-stage=1",
-        json=_json(32, 4, 1, bf16=_ON),
-    ),
+    Launch("ds: llama, universal checkpoint", _MDS_LLAMA + "--universal-checkpoint --zero-stage=1", json=_json(32, 4, 1, bf16=_ON)),
     Launch(
         "ds: llama, finetuning flags",
         _MDS_LLAMA.replace("--data-path 1 DATA", "--data-path DATA") + "--finetune --no-masked-softmax-fusion --no-bias-gelu-fusion"
@@ -517,9 +513,7 @@ LAUNCHES = (
         + "--model-parallel-size 2 --data-impl mmap --distributed-backend nccl --checkpoint-activations",
     ),
     Launch(
-        "lm: bert, of 2020",
-        _BERT.replace("--lr-warmup-fraction", "--warmup") + "--batch-size 4 --model-parallel-size 1",
-        family="bert",
+        "lm: bert, of 2020", _BERT.replace("--lr-warmup-fraction", "--warmup") + "--batch-size 4 --model-parallel-size 1", family="bert"
     ),
     Launch(
         "ds: gpt, of 2020",

@@ -110,14 +110,22 @@ class Campaign:
             seen = len(watch.look())
             job.wait(lambda seen=seen: len(watch.look()) > seen, self.patience_s)  # type: ignore[misc]
         if not job.has_ended() or job.code != 0 or read_status(run).get("status") != "done":
-            ended = f"ended with code {job.code}" if job.has_ended() else f"made no progress for {self.patience_s:.0f} s"
-            raise ConfigError(f"the training does not finish even without a fault: it {ended}; its last lines:\n{_last(job)}")
+            ended = (
+                f"ended with code {job.code}" if job.has_ended() else f"made no progress for {self.patience_s:.0f} s"
+            )
+            raise ConfigError(
+                f"the training does not finish even without a fault: it {ended}; its last lines:\n{_last(job)}"
+            )
         saves = [r for r in watch.of("save") if r.get("saved")]
         if len(saves) < 3:
-            raise ConfigError(f"the training saves {len(saves)} times only: give it a --save-interval a fifth of its --train-iters or less")
+            raise ConfigError(
+                f"the training saves {len(saves)} times only: give it a --save-interval a fifth of its --train-iters or less"
+            )
         require_settled(watch.of("start")[0])
         steps = max((r["step"] for r in watch.of("train")), default=0)
-        self.say(f"clean run: {steps} steps, {len(saves)} saves, {time.monotonic() - began:.1f} s, of which {self._start_s:.1f} to start")
+        self.say(
+            f"clean run: {steps} steps, {len(saves)} saves, {time.monotonic() - began:.1f} s, of which {self._start_s:.1f} to start"
+        )
 
     def _round(self) -> None:
         self.rounds += 1
@@ -165,7 +173,9 @@ class Campaign:
         if left <= 0 or self._is_late():
             return None
         # the other ranks wait for a permanently stopped one until their timeout, which the user sets
-        kinds = [k for k in KINDS if k.inflict is not but and (k.inflict is not faults.rank_stopped or self._may_stop())]
+        kinds = [
+            k for k in KINDS if k.inflict is not but and (k.inflict is not faults.rank_stopped or self._may_stop())
+        ]
         return self.rng.choices(kinds, [k.weight for k in kinds])[0]
 
     def _may_stop(self) -> bool:
@@ -182,7 +192,9 @@ class Campaign:
         if has_ended:
             job.kill()  # processes left over below the launcher
             self._check_output(job, kind)
-            after.last_step = max([after.last_step, *(r["step"] for what in ("start", "train") for r in watch.of(what))])
+            after.last_step = max(
+                [after.last_step, *(r["step"] for what in ("start", "train") for r in watch.of(what))]
+            )
         if not scene.struck:
             return 0
         spoilt = faults.damage(job.run, self.rng) if kind.damages else None
@@ -197,7 +209,9 @@ class Campaign:
             tally.went_on += 1
         self.done += 1
         if self.done % 10 == 0:
-            self.say(f"{self.done} faults, {len(self.problems)} problems, {(time.monotonic() - self._began) / 60:.1f} min")
+            self.say(
+                f"{self.done} faults, {len(self.problems)} problems, {(time.monotonic() - self._began) / 60:.1f} min"
+            )
         return 1
 
     def _check_output(self, job: Job, kind: Kind) -> None:
@@ -271,11 +285,19 @@ def differences(clean: Path, run: Path) -> list[str]:
         folders = [Checkpointer(None).find(path) for path in (clean, run)]
         readers = [NativeReader(folder, verified=True) for folder in folders]  # ``find`` has read every byte
         first, second = (reader.tensors() for reader in readers)
-        found = [f"the last checkpoint is {folders[1].name}, not {folders[0].name}"] if folders[0].name != folders[1].name else []
+        found = (
+            [f"the last checkpoint is {folders[1].name}, not {folders[0].name}"]
+            if folders[0].name != folders[1].name
+            else []
+        )
         found += [f"{name} is in only one of the two" for name in sorted(first.keys() ^ second.keys())]
         for name in first.keys() & second.keys():
             a, b = (reader.read(name).contiguous() for reader in readers)
-            if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+            if (
+                a.dtype != b.dtype
+                or a.shape != b.shape
+                or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+            ):
                 found.append(f"{name} has other bits")
         return found + _of_logs(clean, run)
     except ReportedError as error:
@@ -290,7 +312,9 @@ def _of_logs(clean: Path, run: Path) -> list[str]:
         for r in records[1] if r["kind"] == "train" and r["step"] in losses and r.get("loss_hex") != losses[r["step"]]
     ]  # fmt: skip
     return found + [
-        f"step {step} was repeated with different results" for step, taken in repetitions(records[1]).items() if not are_equal(taken)
+        f"step {step} was repeated with different results"
+        for step, taken in repetitions(records[1]).items()
+        if not are_equal(taken)
     ]
 
 
@@ -336,10 +360,14 @@ def claim(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         entries = sorted(entry.name for entry in folder.iterdir())
         if entries and MARK not in entries:
-            raise ConfigError(f"{folder} holds files already ({', '.join(entries[:3])}): give a new folder, or an empty one")
+            raise ConfigError(
+                f"{folder} holds files already ({', '.join(entries[:3])}): give a new folder, or an empty one"
+            )
         strange = [name for name in entries if not _is_ours(folder / name)]
         if strange:
-            raise ConfigError(f"{folder} holds files that no earlier call has left there ({', '.join(strange[:3])}): give a new folder")
+            raise ConfigError(
+                f"{folder} holds files that no earlier call has left there ({', '.join(strange[:3])}): give a new folder"
+            )
         for name in entries:
             path = folder / name
             if path.is_dir():
@@ -355,4 +383,6 @@ def _is_ours(path: Path) -> bool:
         return False
     if path.name == MARK:
         return path.is_file()
-    return path.is_dir() and (path.name in ("clean", "output") or re.fullmatch(r"round-[0-9]{3,}", path.name) is not None)
+    return path.is_dir() and (
+        path.name in ("clean", "output") or re.fullmatch(r"round-[0-9]{3,}", path.name) is not None
+    )

@@ -9,7 +9,9 @@ from pathlib import Path
 from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
 
-USAGE = "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [--patience SECONDS] [-- TRAINING COMMAND]"
+USAGE = (
+    "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [--patience SECONDS] [-- TRAINING COMMAND]"
+)
 TEXT = "Stress a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights."
 EPILOG = (
     "After -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py"
@@ -27,13 +29,26 @@ def main(argv: list[str], prog: str) -> int:
     """
     parser = CommandParser(prog=prog, usage=USAGE, epilog=EPILOG, description=TEXT)
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="folder for the runs, on the file system to test; new, empty, or from an earlier call"
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="folder for the runs, on the file system to test; new, empty, or from an earlier call",
     )
     parser.add_argument("--faults", type=int, default=100, metavar="N", help="how many (default: 100)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults and their order (default: 1)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes of the built-in training (default: 2)")
-    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="start no new fault after this time (default: 120)")
-    parser.add_argument("--patience", type=float, default=120, metavar="SECONDS", help="longest wait for anything to happen (default: 120)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="processes of the built-in training (default: 2)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=120, metavar="N", help="start no new fault after this time (default: 120)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="longest wait for anything to happen (default: 120)",
+    )
     args, words = parser.parse_known_args(argv)
     command = words[1:] if words[:1] == ["--"] else words
     if command and command[0].startswith("-"):

@@ -144,7 +144,11 @@ def disk_full(scene: Scene) -> str:
     told = scene.job.wait(lambda: any(r.get("saved") is False for r in scene.watch.of("save")[seen:]), scene.patience_s)
     _limit_files(scene.job, resource.RLIM_INFINITY)
     scene.struck = any(r.get("saved") is False for r in scene.watch.of("save")[seen:])
-    return "" if told else f"no file could be longer than {limit} bytes, and no save had failed after {scene.patience_s:.0f} s"
+    return (
+        ""
+        if told
+        else f"no file could be longer than {limit} bytes, and no save had failed after {scene.patience_s:.0f} s"
+    )
 
 
 def _limit_files(job: Job, size: int) -> None:

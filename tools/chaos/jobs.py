@@ -92,7 +92,10 @@ class Job:
         while before != len(self._known):  # including orphans: they were known before
             before = len(self._known)
             self._known |= {pid for pid, parent in parents.items() if parent in self._known}
-        return sorted((pid for pid in self._known if pid in parents and is_running(pid)), key=lambda pid: (pid not in self._started, pid))
+        return sorted(
+            (pid for pid in self._known if pid in parents and is_running(pid)),
+            key=lambda pid: (pid not in self._started, pid),
+        )
 
     def ranks(self) -> list[int]:
         """Return the process ids of this attempt by rank; [] until ``run_status.json`` lists them."""
@@ -148,7 +151,9 @@ def start_command(command: list[str], run: Path, output: Path) -> Job:
     """
     words = [*command, *save_flags(run)]
     with open(output, "wb") as file:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
     process.returncode = 0  # the Job waits for it
     return Job(run, output, [process.pid])
 
@@ -159,7 +164,11 @@ def start_built_in(ranks: int, run: Path, output: Path) -> Job:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     sys.stdout.flush()
-    return Job(run, output, [_fork(lambda rank=rank: train_tiny(rank, ranks, port, save_flags(run)), output) for rank in range(ranks)])  # type: ignore[misc]
+    return Job(
+        run,
+        output,
+        [_fork(lambda rank=rank: train_tiny(rank, ranks, port, save_flags(run)), output) for rank in range(ranks)],
+    )  # type: ignore[misc]
 
 
 def train_tiny(rank: int, ranks: int, port: int, more: list[str]) -> None:
@@ -178,7 +187,9 @@ def train_tiny(rank: int, ranks: int, port: int, more: list[str]) -> None:
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "MEGATRON_SP_FAULT"):
         os.environ.pop(name, None)
     layout = ["--sequence-parallel-size", "2" if ranks % 4 == 0 else "1", "--global-batch-size", str(4 * ranks)]
-    pretrain(parse_config([*_TINY.split(), *layout, *more], prog="megatron-sp chaos"), dataclasses.replace(GPT, name="chaos"))
+    pretrain(
+        parse_config([*_TINY.split(), *layout, *more], prog="megatron-sp chaos"), dataclasses.replace(GPT, name="chaos")
+    )
 
 
 def save_flags(run: Path) -> list[str]:

@@ -31,7 +31,15 @@ from house_figures import undocumented  # noqa: E402
 
 PACKAGE, DOCS, API, COPIES = "megatron_sp", "docs", "reference/api", "repository"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
-LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
+LANGUAGES = {
+    ".py": "python",
+    ".sh": "bash",
+    ".sbatch": "bash",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+    ".toml": "toml",
+}
 
 
 # ------------------------------------------------------------------------------------------------ what mkdocs calls
@@ -48,7 +56,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         raise PluginError("without a docstring: " + ", ".join(missing))
     for uri, text in api_pages().items():
         files.append(File.generated(config, uri, content=text))
-    waiting = [(f"{DOCS}/{file.src_uri}", file.content_string) for file in files.documentation_pages() if file.generated_by is None]
+    waiting = [
+        (f"{DOCS}/{file.src_uri}", file.content_string)
+        for file in files.documentation_pages()
+        if file.generated_by is None
+    ]
     known: set[str] = set()
     while waiting:
         origin, text = waiting.pop()
@@ -117,7 +129,9 @@ def api_pages() -> dict[str, str]:
         text += ["", *(f"::: {name}.{path.stem}\n" for path in modules)]
         pages[f"{API}/{name}.md"] = "\n".join(text)
     return {
-        f"{API}/index.md": "\n".join(["# API", "", "Made from the docstrings: a page for each folder of the package.", "", *rows, ""]),
+        f"{API}/index.md": "\n".join(
+            ["# API", "", "Made from the docstrings: a page for each folder of the package.", "", *rows, ""]
+        ),
         **pages,
     }
 
@@ -125,7 +139,10 @@ def api_pages() -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ links out of docs/
 def outside(origin: str, markdown: str) -> set[str]:
     """Paths in the repository, not under ``docs/``, that a page links to."""
-    targets = {posixpath.normpath(posixpath.join(posixpath.dirname(origin), path)) for path, _ in LINK.findall(without_code(markdown))}
+    targets = {
+        posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+        for path, _ in LINK.findall(without_code(markdown))
+    }
     return {target for target in targets if not f"{target}/".startswith(f"{DOCS}/") and (ROOT / target).exists()}
 
 
@@ -143,7 +160,9 @@ def copy_of(target: str) -> str:
     """Page with the contents of a file, or the names in a folder; Markdown as it is."""
     path = ROOT / target
     if path.is_dir():
-        names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir() if not p.name.startswith((".", "__")))
+        names = sorted(
+            f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir() if not p.name.startswith((".", "__"))
+        )
         return f"# {target}/\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":

@@ -26,7 +26,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_sp"
-CONTINUES = re.compile(r"(Of|What|Whether|Where|That|Which|Who|With|From|By|Before|Behind|Around|After|So that|Is|Has|Does|Can) ")
+CONTINUES = re.compile(
+    r"(Of|What|Whether|Where|That|Which|Who|With|From|By|Before|Behind|Around|After|So that|Is|Has|Does|Can) "
+)
 LONG_LINE, SMALL_FILE, LARGE_FILE = 120, 20, 700
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 PLAIN_RUN = (
@@ -43,7 +45,9 @@ def count(paths: Sequence[Path]) -> Counter[str]:
         text = path.read_text(encoding="utf-8")
         lines, tree = text.splitlines(), ast.parse(text)
         texts = [string for _, string in docstrings(tree)]
-        comments = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT]
+        comments = [
+            token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
+        ]
         blank = sum(not line.strip() for line in lines)
         blank_in_texts = sum(not line.strip() for string in texts for line in string.value.splitlines()[:-1])
         of_texts = sum((string.end_lineno or 0) - string.lineno + 1 for string in texts) - blank_in_texts
@@ -146,7 +150,10 @@ def bars(root: Path = ROOT) -> dict[str, tuple[float, str]]:
         "a plain pretrain_gpt.py imports: lines": (sum(modules.values()), "<= 25,000"),
         "a plain pretrain_gpt.py imports: files": (len(modules), "<= 130"),
         "README: lines": (len((root / "README.md").read_text(encoding="utf-8").splitlines()), "<= 110"),
-        "documentation: words": (sum(len(path.read_text(encoding="utf-8").split()) for path in (root / "docs").rglob("*.md")), "-"),
+        "documentation: words": (
+            sum(len(path.read_text(encoding="utf-8").split()) for path in (root / "docs").rglob("*.md")),
+            "-",
+        ),
     }
 
 
@@ -158,7 +165,9 @@ def per(counts: Counter[str], name: str, of: str, unit: int) -> float:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))] for row in rows)
+    lines = (
+        [row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))] for row in rows
+    )
     return "\n".join(map("  ".join, lines))
 
 
@@ -179,7 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     by_folder, whole = folders(PACKAGE), bars()
     if options.json:
-        print(json.dumps({"folders": by_folder, "bars": {name: figure for name, (figure, _) in whole.items()}}, indent=1))
+        print(
+            json.dumps({"folders": by_folder, "bars": {name: figure for name, (figure, _) in whole.items()}}, indent=1)
+        )
         return 0
     print(folder_table(by_folder), end="\n\n")
     print(table([("figure", "now", "bar"), *((name, f"{figure:,}", bar) for name, (figure, bar) in whole.items())]))

@@ -94,11 +94,17 @@ def _rewritten() -> Iterator[str]:
     yield "## Other spellings of Megatron-LM and Megatron-DeepSpeed\n"
     yield "| flag | means |\n|---|---|"
     for name, rewrite in dialect.REWRITTEN.items():
-        meaning = " ".join(f"--{flag}" + ("" if value == "true" else f" {value or 'VALUE'}") for flag, value in rewrite.to)
+        meaning = " ".join(
+            f"--{flag}" + ("" if value == "true" else f" {value or 'VALUE'}") for flag, value in rewrite.to
+        )
         yield f"| `--{name}{' VALUE' if rewrite.takes_value else ''}` | `{meaning}`{' unless that is given' if rewrite.weak else ''} |"
     for name, values in dialect.REWRITTEN_VALUES.items():
         for value, rewrites in values.items():
-            settings = [f"`--{flag}" + ("`" if word == "true" else f" {word}`") for rewrite in rewrites for flag, word in rewrite.to]
+            settings = [
+                f"`--{flag}" + ("`" if word == "true" else f" {word}`")
+                for rewrite in rewrites
+                for flag, word in rewrite.to
+            ]
             yield f"| `--{name} {value}` | {' '.join(settings)} |"
     for name, flag in dialect.GROUP_FILES.items():
         yield f"| `--{name} FILE` | `--{flag}` with what the file has in double quotes, or line by line |"
@@ -144,7 +150,9 @@ def _deepspeed() -> Iterator[str]:
 
 def _ignored() -> Iterator[str]:
     yield "## Accepted and ignored\n\nListed once when training starts.\n\n| flags | because |\n|---|---|"
-    yield from _by_reason({**dialect.IGNORED_SWITCHES, **{f"{name} VALUE": why for name, why in dialect.IGNORED_VALUES.items()}})
+    yield from _by_reason(
+        {**dialect.IGNORED_SWITCHES, **{f"{name} VALUE": why for name, why in dialect.IGNORED_VALUES.items()}}
+    )
     yield ""
 
 

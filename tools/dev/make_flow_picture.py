@@ -128,12 +128,18 @@ def _lane(lane: Lane, top: int) -> list[str]:
     for column, box in enumerate(lane.there):
         parts += _box(box, lane.name, _left(column), rows[0])
         if column:
-            parts.append(_arrow(lane.name, _left(column) - GAP_X, rows[0] + HEIGHT // 2, _left(column) - 1, rows[0] + HEIGHT // 2))
+            parts.append(
+                _arrow(
+                    lane.name, _left(column) - GAP_X, rows[0] + HEIGHT // 2, _left(column) - 1, rows[0] + HEIGHT // 2
+                )
+            )
     for number, box in enumerate(lane.back):
         left = _left(COLUMNS - 1 - number)
         parts += _box(box, lane.name, left, rows[1])
         if number:
-            parts.append(_arrow(lane.name, left + WIDTH + GAP_X, rows[1] + HEIGHT // 2, left + WIDTH + 1, rows[1] + HEIGHT // 2))
+            parts.append(
+                _arrow(lane.name, left + WIDTH + GAP_X, rows[1] + HEIGHT // 2, left + WIDTH + 1, rows[1] + HEIGHT // 2)
+            )
     turn = _left(COLUMNS - 1) + WIDTH // 2
     parts.append(_arrow(lane.name, turn, rows[0] + HEIGHT, turn, rows[1] - 1))
     if lane.loop:

@@ -37,7 +37,9 @@ def page_that_points(run: Path, folder: Path) -> Path:
     page = folder / "report.html"
     write_page([run], page)
     digest = base64.b64encode(hashlib.sha256(POINT.encode()).digest()).decode()
-    text = page.read_text(encoding="utf-8").replace(html.escape("script-src '"), html.escape(f"script-src 'sha256-{digest}' '"), 1)
+    text = page.read_text(encoding="utf-8").replace(
+        html.escape("script-src '"), html.escape(f"script-src 'sha256-{digest}' '"), 1
+    )
     page.write_text(text.replace("</html>", f"<script>{POINT}</script></html>"), encoding="utf-8")
     return page
 

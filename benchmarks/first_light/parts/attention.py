@@ -22,7 +22,9 @@ def run(context: Context) -> None:
             shape = Shape(max(1, tokens // s), s, channels // d, d, True)
             found = attention_kernels.measure(shape, kinds, device, dtype, 2 if context.tiny else 5, reasons)
             for name, rates in found.items():
-                values = {f"{way}{unit}": rates[f"{way}{unit}"] for way in ("forward", "backward") for unit in ("_tflops",)}
+                values = {
+                    f"{way}{unit}": rates[f"{way}{unit}"] for way in ("forward", "backward") for unit in ("_tflops",)
+                }
                 times = {f"{way}_ms": 1e3 * rates[f"{way}_seconds"]["median"] for way in ("forward", "backward")}
                 context.record("causal, bf16", f"{shape}: {name}", "ok", **values, **times)
             if context.device == "cuda":

@@ -43,7 +43,9 @@ def run(context: Context) -> None:
         for row in json.loads((Path(folder) / "found.json").read_text()):
             context.record(f"{'NCCL' if context.device == 'cuda' else 'gloo'}, {ranks} ranks", **row)
     for name, flags in layouts(ranks).items():
-        context.attempt("layouts against one process", f"{ranks} ranks: {name}", lambda flags=flags: _verify(context, ranks, flags))  # type: ignore[misc]
+        context.attempt(
+            "layouts against one process", f"{ranks} ranks: {name}", lambda flags=flags: _verify(context, ranks, flags)
+        )  # type: ignore[misc]
         if context.tiny:
             break
 
@@ -69,9 +71,14 @@ def _verify(context: Context, ranks: int, flags: str) -> dict[str, Any]:
         "-m", "megatron_sp", "pretrain", "gpt",
     ]  # fmt: skip
     words = words_of(flags, ranks, context.device)
-    run = subprocess.run([*command, *words], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        [*command, *words], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
     said = [line for line in run.stdout.splitlines() if line.startswith("verify:")]
-    return {"verdict": "ok" if run.returncode == 0 else "wrong", "message": said[-1] if said else f"ended with code {run.returncode}"}
+    return {
+        "verdict": "ok" if run.returncode == 0 else "wrong",
+        "message": said[-1] if said else f"ended with code {run.returncode}",
+    }
 
 
 def _worker(rank: int, ranks: int, device_type: str, sizes: tuple[int, ...], folder: str) -> None:
@@ -103,9 +110,17 @@ def _measure(rank: int, ranks: int, device: torch.device, num_bytes: int) -> lis
     total, share = ranks * (ranks + 1) / 2, (ranks - 1) / ranks
     cases: dict[str, tuple[float, Callable[[], torch.Tensor], torch.Tensor]] = {
         "all_reduce": (2 * share, lambda: all_reduce_async(whole, group).wait(), torch.full_like(whole, total)),
-        "reduce_scatter": (share, lambda: reduce_scatter_async(whole, group, part).wait(), torch.full_like(part, total)),
+        "reduce_scatter": (
+            share,
+            lambda: reduce_scatter_async(whole, group, part).wait(),
+            torch.full_like(part, total),
+        ),
         "all_gather": (share, lambda: all_gather_async(part, group, other).wait(), _by_rank(ranks, each, device)),
-        "all_to_all": (share, lambda: all_to_all_async(whole, counts, other, counts, group).wait(), _by_rank(ranks, each, device)),
+        "all_to_all": (
+            share,
+            lambda: all_to_all_async(whole, counts, other, counts, group).wait(),
+            _by_rank(ranks, each, device),
+        ),
     }
     rows = []
     for name, (sent, call, want) in cases.items():
@@ -116,7 +131,11 @@ def _measure(rank: int, ranks: int, device: torch.device, num_bytes: int) -> lis
             good = bool(torch.equal(call(), want))
             times = [_seconds(call, device, group) for _ in range(7)][2:]
             ms = Stats.of(1e3 * t for t in times).median
-            row |= {"verdict": "ok" if good else "wrong", "median_ms": ms, "link_gbs": sent * num_bytes / max(ms, 1e-9) / 1e6}
+            row |= {
+                "verdict": "ok" if good else "wrong",
+                "median_ms": ms,
+                "link_gbs": sent * num_bytes / max(ms, 1e-9) / 1e6,
+            }
         except RuntimeError as error:
             row |= {"verdict": "failed", "message": failure(error)}
         rows.append(row)

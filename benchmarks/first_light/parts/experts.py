@@ -49,7 +49,9 @@ def run(context: Context) -> None:
     for dtype, tolerance in DTYPES.items():
         row = str(dtype).removeprefix("torch.")
         for name, grouped in FORMS.items():
-            context.attempt("what they compute", f"{row}: {name}", lambda d=dtype, g=grouped, t=tolerance: check(device, d, g, t))  # type: ignore[misc]
+            context.attempt(
+                "what they compute", f"{row}: {name}", lambda d=dtype, g=grouped, t=tolerance: check(device, d, g, t)
+            )  # type: ignore[misc]
     watch = Stopwatch(device, 3 if context.tiny else 15, 2**20 if context.tiny else 2**30)
     for label, shape in (_TINY if context.tiny else SHAPES).items():
         try:
@@ -68,7 +70,11 @@ def check(device: torch.device, dtype: torch.dtype, grouped: bool, tolerance: fl
     _require(layer, grouped)
     got, want = layer.results(grouped), layer.wide().results(False)
     output, gradients = error_of(got[:1], want[:1]), error_of(got[1:], want[1:])
-    return {"verdict": "ok" if max(output, gradients) <= tolerance else "wrong", "output error": output, "gradient error": gradients}
+    return {
+        "verdict": "ok" if max(output, gradients) <= tolerance else "wrong",
+        "output error": output,
+        "gradient error": gradients,
+    }
 
 
 def time_forms(context: Context, label: str, layer: Layer, watch: Stopwatch) -> None:
@@ -78,13 +84,17 @@ def time_forms(context: Context, label: str, layer: Layer, watch: Stopwatch) -> 
     wide = layer.forward(False)
     for way, products in (("forward", 1), ("backward", 2)):
         calls: dict[str, Callable[[], Any]] = {
-            name: (lambda g=grouped: layer.forward(g)) if way == "forward" else (lambda g=grouped: layer.backward(wide, g))  # type: ignore[misc]
+            name: (lambda g=grouped: layer.forward(g))
+            if way == "forward"
+            else (lambda g=grouped: layer.backward(wide, g))  # type: ignore[misc]
             for name, grouped in forms.items()
         }
         for name, ms in watch.ms(calls).items():
             rate = products * layer.flops / max(ms.median, 1e-9) / 1e9
             values = {"median_ms": ms.median, "min_ms": ms.low, "max_ms": ms.high, "rate_tflops": rate}
-            context.record(f"how fast: {way}", f"{label}: {name}", message="a run's choice" * (forms[name] == taken), **values)
+            context.record(
+                f"how fast: {way}", f"{label}: {name}", message="a run's choice" * (forms[name] == taken), **values
+            )
 
 
 def _require(layer: Layer, grouped: bool) -> None:
@@ -135,7 +145,9 @@ class Layer:
 
         tokens, h, experts, k, f = shape
         self.x, self.grad = draw(tokens, h), draw(tokens, h)
-        self.params = ExpertWeights(draw(experts, 2 * f, h, scale=h**-0.5), None, draw(experts, h, f, scale=f**-0.5), None)
+        self.params = ExpertWeights(
+            draw(experts, 2 * f, h, scale=h**-0.5), None, draw(experts, h, f, scale=f**-0.5), None
+        )
         # loads that are uneven as those of a young router
         logits = draw(tokens, experts).float() + draw(experts, scale=0.5).float()
         routed = route(logits, RoutingSpec(experts, k))
@@ -149,7 +161,9 @@ class Layer:
 
     def _new_sums(self) -> _Sums:
         wide = sum_dtype(self.x.dtype)
-        return _Sums({id(p): torch.zeros(p.shape, dtype=wide, device=p.device) for p in (self.params.w1, self.params.w2)})
+        return _Sums(
+            {id(p): torch.zeros(p.shape, dtype=wide, device=p.device) for p in (self.params.w1, self.params.w2)}
+        )
 
     def wide(self) -> Layer:
         """Return the same layer in fp64 on the CPU."""

@@ -26,11 +26,15 @@ def run(context: Context) -> None:
         done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
         if context.device == "cpu":
             good = done.returncode == _NOTHING_COLLECTED
-            message = "there is no GPU, and nothing was collected" if good else f"pytest ended with code {done.returncode}"
+            message = (
+                "there is no GPU, and nothing was collected" if good else f"pytest ended with code {done.returncode}"
+            )
             context.record("pytest", "tests/gpu", "ok" if good else "failed", message)
             return
         if not report.exists():
-            context.record("pytest", "tests/gpu", "failed", f"pytest ended with code {done.returncode}, without a report")
+            context.record(
+                "pytest", "tests/gpu", "failed", f"pytest ended with code {done.returncode}, without a report"
+            )
             return
         tell(context, report)
 
@@ -51,4 +55,6 @@ def tell(context: Context, report: Path) -> None:
         else:
             counts["passed"] += 1
     words = ", ".join(f"{count} {name}" for name, count in counts.items())
-    context.record("pytest", "tests/gpu", "ok" if counts["passed"] and not counts["failed"] else "failed", words, **counts)
+    context.record(
+        "pytest", "tests/gpu", "ok" if counts["passed"] and not counts["failed"] else "failed", words, **counts
+    )

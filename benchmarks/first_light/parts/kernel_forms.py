@@ -77,7 +77,9 @@ class Chain:
     add: Tensor | None = None
     liger: tuple[Any, ...] = ()
 
-    def by_autograd(self, function: Callable[..., Tensor], inputs: Sequence[Tensor] | None = None, grad: Tensor | None = None) -> Calls:
+    def by_autograd(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor] | None = None, grad: Tensor | None = None
+    ) -> Calls:
         """Return the halves of a differentiable function of the inputs, by default of the chain's own."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs or self.inputs)
         grad = self.grad if grad is None else grad
@@ -162,7 +164,10 @@ def chains(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[C
 
 def others(chain: Chain, backend: str) -> dict[str, Form]:
     """Return the forms of other libraries: the plain function itself and compiled, and Liger's."""
-    made: dict[str, Form] = {"eager": lambda: chain.by_autograd(chain.plain), "compiled": lambda: compiled(chain, backend)}
+    made: dict[str, Form] = {
+        "eager": lambda: chain.by_autograd(chain.plain),
+        "compiled": lambda: compiled(chain, backend),
+    }
     if chain.liger:
         made["Liger"] = lambda: of_liger(chain)
     return made
@@ -199,7 +204,9 @@ def _norm(kind: str, shape: Shape, draw: Draw) -> Chain:
         stats = norm_forward(x, weight, bias, chosen)[1]
         return Calls(
             lambda: [norm_forward(x, weight, bias, chosen)[0]],
-            lambda: list(norm_backward(grad, x, weight, bias, stats, chosen, (True, True, bias is not None), add))[: 1 + len(params)],
+            lambda: list(norm_backward(grad, x, weight, bias, stats, chosen, (True, True, bias is not None), add))[
+                : 1 + len(params)
+            ],
         )
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -211,7 +218,9 @@ def _norm(kind: str, shape: Shape, draw: Draw) -> Chain:
     forms = forms_of(draw, make, KERNELS, spec)
     # 0.0: offset of the weight; "llama": rounds before the weight; False: not in place
     liger = ("liger_rms_norm", EPS, 0.0, "llama", False) if bias is None else ("liger_layer_norm", EPS)
-    return Chain(f"{kind}, {shape.label}", plain, (x, *params), grad, (2 * _bytes(x), 4 * _bytes(x)), forms, add=add, liger=liger)
+    return Chain(
+        f"{kind}, {shape.label}", plain, (x, *params), grad, (2 * _bytes(x), 4 * _bytes(x)), forms, add=add, liger=liger
+    )
 
 
 def _dropout(shape: Shape, draw: Draw) -> Chain:
@@ -249,7 +258,11 @@ def _gated(name: Any, shape: Shape, draw: Draw) -> Chain:
     def make(_: str) -> Calls:
         activation = Activation(name)
         # the gradient's memory may be reused
-        return Calls(lambda: [activation.forward(u)], lambda: [activation.backward_(spare, u)], before_backward=lambda: spare.copy_(grad))
+        return Calls(
+            lambda: [activation.forward(u)],
+            lambda: [activation.backward_(spare, u)],
+            before_backward=lambda: spare.copy_(grad),
+        )
 
     def plain(u: Tensor) -> Tensor:
         gate, up = _wide(u).chunk(2, dim=-1)
@@ -270,7 +283,10 @@ def _rotary(shape: Shape, draw: Draw) -> Chain:
     def make(_: str) -> Calls:
         turn = partial(apply_rotary, head_dim=d, heads=3, rotated=2)
         return Calls(
-            lambda: [turn(spare, cos, sin)], lambda: [turn(spare_grad, cos, back)], lambda: spare.copy_(qkv), lambda: spare_grad.copy_(grad)
+            lambda: [turn(spare, cos, sin)],
+            lambda: [turn(spare_grad, cos, back)],
+            lambda: spare.copy_(qkv),
+            lambda: spare_grad.copy_(grad),
         )
 
     def plain(qkv: Tensor) -> Tensor:

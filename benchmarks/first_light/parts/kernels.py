@@ -18,7 +18,10 @@ from first_light.parts.kernel_forms import Calls, Chain, Form, Shape, Tensors, c
 from first_light.records import Context, NotThereError, Verdict
 from megatron_sp.ops.adamw import AdamStep, adamw_
 
-SHAPES = (Shape("7B, 4K tokens", 4096, 4096, 11008, 32, 32000), Shape("1B, 64K tokens, sp 8", 8192, 2048, 8192, 16, 50304))
+SHAPES = (
+    Shape("7B, 4K tokens", 4096, 4096, 11008, 32, 32000),
+    Shape("1B, 64K tokens, sp 8", 8192, 2048, 8192, 16, 50304),
+)
 _TINY = (Shape("tiny", 48, 64, 96, 4, 100),)
 DTYPES = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 3e-5}
 """Tolerances of output and gradients: a few roundings, of sums of some thousand terms in fp32."""
@@ -41,7 +44,11 @@ def _run(context: Context, forms_of: Callable[[Chain], dict[str, Form]]) -> None
     device = context.torch_device
     watch = Stopwatch(device, 3 if context.tiny else 25, 2**20 if context.tiny else 2**30)
     for shape in _TINY if context.tiny else SHAPES:
-        small = Shape(shape.label, min(shape.tokens, _CHECKED_TOKENS), *[getattr(shape, n) for n in ("hidden", "ffn", "heads", "vocab")])
+        small = Shape(
+            shape.label,
+            min(shape.tokens, _CHECKED_TOKENS),
+            *[getattr(shape, n) for n in ("hidden", "ffn", "heads", "vocab")],
+        )
         for dtype, tolerance in DTYPES.items():
             for make in chains(small, device, dtype):
                 check(context, make(), forms_of, f", {str(dtype).removeprefix('torch.')}", tolerance)
@@ -49,7 +56,9 @@ def _run(context: Context, forms_of: Callable[[Chain], dict[str, Form]]) -> None
             time_forms(context, make(), forms_of, watch)
 
 
-def check(context: Context, chain: Chain, forms_of: Callable[[Chain], dict[str, Form]], dtype: str, tolerance: float) -> None:
+def check(
+    context: Context, chain: Chain, forms_of: Callable[[Chain], dict[str, Form]], dtype: str, tolerance: float
+) -> None:
     """Record the error of each form's output and gradients."""
     want = reference(chain)
     for name, make in forms_of(chain).items():
@@ -97,7 +106,12 @@ def time_forms(context: Context, chain: Chain, forms_of: Callable[[Chain], dict[
         before = {name: getattr(calls, f"before_{way}") for name, calls in ready.items()}
         times = watch.ms({name: getattr(calls, way) for name, calls in ready.items()}, before)
         for name, ms in times.items():
-            values = {"median_ms": ms.median, "min_ms": ms.low, "max_ms": ms.high, "rate_gbs": moved / max(ms.median, 1e-9) / 1e6}
+            values = {
+                "median_ms": ms.median,
+                "min_ms": ms.low,
+                "max_ms": ms.high,
+                "rate_gbs": moved / max(ms.median, 1e-9) / 1e6,
+            }
             context.record(f"how fast: {way}", f"{chain.name}: {name}", **values)
 
 

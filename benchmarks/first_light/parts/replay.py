@@ -47,7 +47,9 @@ def _run(context: Context, label: str) -> None:
 
 def _predicted(context: Context, shape: dict[str, int]) -> dict[str, Any]:
     more = " --device cpu" if context.device == "cpu" else ""
-    config = config_of(shape, f"--sequence-parallel-size {ulysses_replay.SP} --global-batch-size 1{more}", ulysses_replay.SP)
+    config = config_of(
+        shape, f"--sequence-parallel-size {ulysses_replay.SP} --global-batch-size 1{more}", ulysses_replay.SP
+    )
     machine = machine_of(context.device, config, ulysses_replay.SP)
     time = predict(config, machine)
     computed = time.products + time.attention + time.memory
@@ -58,7 +60,9 @@ def _predicted(context: Context, shape: dict[str, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measured(context: Context, build: Callable[[], Any], shape: dict[str, int], device: torch.device) -> dict[str, Any]:
+def _measured(
+    context: Context, build: Callable[[], Any], shape: dict[str, int], device: torch.device
+) -> dict[str, Any]:
     found = ulysses_replay.measure(build, device, warmup=1 if context.tiny else 2, rounds=2 if context.tiny else 7)
     ms = Stats.of(found["ms"])
     return {

@@ -37,7 +37,12 @@ def _run(context: Context, label: str) -> None:
 
 
 def _compare(
-    context: Context, label: str, shape: dict[str, int], device: torch.device, kernel: str, predicted: dict[str, Any] | None
+    context: Context,
+    label: str,
+    shape: dict[str, int],
+    device: torch.device,
+    kernel: str,
+    predicted: dict[str, Any] | None,
 ) -> None:
     """Measure a step with somebody's elementwise kernels and hold it against the predictions."""
     with using(kernel):
@@ -54,7 +59,9 @@ def _compare(
 
 
 def _predicted(context: Context, shape: dict[str, int]) -> dict[str, Any]:
-    config = config_of(shape, f"--global-batch-size {shape['batch']}" + (" --device cpu" if context.device == "cpu" else ""))
+    config = config_of(
+        shape, f"--global-batch-size {shape['batch']}" + (" --device cpu" if context.device == "cpu" else "")
+    )
     time = predict(config, machine_of(context.device, config))
     parts = {f"{name}_ms": 1e3 * getattr(time, name) for name in ("products", "attention", "memory", "update", "host")}
     return {"predicted_ms": 1e3 * time.seconds, **parts, "message": f"bound by {time.bound}"}
@@ -69,14 +76,17 @@ def _measured(context: Context, shape: dict[str, int], device: torch.device) -> 
         return made
 
     try:
-        found = step.measure_step(build, shape, device, warmup=1 if context.tiny else 5, rounds=2 if context.tiny else 15)
+        found = step.measure_step(
+            build, shape, device, warmup=1 if context.tiny else 5, rounds=2 if context.tiny else 15
+        )
     finally:
         destroy_process_group()
     _empty(device)
     rate = step.matmul_rate(device, 64 if context.tiny else 8192, 3 if context.tiny else 15).median
     seconds = Stats.of(found["seconds"])
     causal, full = (
-        f * shape["batch"] * shape["seq_length"] / max(seconds.median, 1e-12) for f in step_flops_per_token(step.model_config(shape))
+        f * shape["batch"] * shape["seq_length"] / max(seconds.median, 1e-12)
+        for f in step_flops_per_token(step.model_config(shape))
     )
     peak, name = peak_tflops(None, device, torch.bfloat16)
     mfu = {"MFU causal_share": causal / (peak * 1e12), "MFU full_share": full / (peak * 1e12)} if peak else {}

@@ -24,10 +24,9 @@ FAMILIES: dict[str, tuple[Literal["gpt", "bert"], str]] = {
 }  # fmt: skip
 _GPTS = ("GPT", "Llama", "experts")
 _DENSE = ("GPT", "Llama", "BERT")
-_TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 60 --micro-batch-size 2 --global-batch-size 4"
-_FULL = (
-    "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 1000 --micro-batch-size 2 --global-batch-size 4"
-)
+_HEADS = "--num-attention-heads 4 --micro-batch-size 2 --global-batch-size 4"
+_TINY = f"--num-layers 2 --hidden-size 32 --seq-length 32 --vocab-size 60 {_HEADS}"
+_FULL = f"--num-layers 3 --hidden-size 256 --seq-length 256 --vocab-size 1000 {_HEADS}"
 _REST = """--mock-data --train-iters 2 --lr 1e-2 --lr-decay-style constant --optimizer sgd --eval-iters 0 --log-interval 1 --no-progress-bar
            --initial-loss-scale 1024"""
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
@@ -81,7 +80,11 @@ def run(context: Context) -> None:
     for index, (name, mode) in enumerate(MODES.items()):
         families = mode.families if not context.tiny else (mode.families[index % len(mode.families)],)
         for family in families:
-            context.attempt("steps against the CPU", f"{family}, {name}", lambda f=family, m=mode: compare(context, f, m, references))  # type: ignore[misc]
+            context.attempt(
+                "steps against the CPU",
+                f"{family}, {name}",
+                lambda f=family, m=mode: compare(context, f, m, references),
+            )  # type: ignore[misc]
             if context.device == "cuda":
                 torch.cuda.empty_cache()
 
@@ -117,14 +120,27 @@ def errors(got: Steps, want: Steps, dtype: str, own: dict[str, Any] | None = Non
     """
     pairs = [(g, w) for step in zip(got.losses, want.losses, strict=True) for g, w in zip(*step, strict=True)]
     loss = max((_error(g, w, max(1.0, abs(w))) for g, w in pairs), default=float("inf"))
-    norm = max((_error(g, w, abs(w)) for g, w in zip(got.grad_norms, want.grad_norms, strict=True)), default=float("inf"))
+    norm = max(
+        (_error(g, w, abs(w)) for g, w in zip(got.grad_norms, want.grad_norms, strict=True)), default=float("inf")
+    )
     gradient, name = law_error(got.grads, want.grads)
     same = cosine(got.grads, want.grads)
-    good = all(error <= most for error, most in zip((loss, norm, gradient, 1 - same), tolerance(dtype, own), strict=True))
+    good = all(
+        error <= most for error, most in zip((loss, norm, gradient, 1 - same), tolerance(dtype, own), strict=True)
+    )
     verdict: Verdict = "ok" if good else "wrong"
-    values = {"loss": got.losses[0][0] if got.losses else None, **dict(zip(_NAMES, (loss, norm, gradient), strict=True))}
+    values = {
+        "loss": got.losses[0][0] if got.losses else None,
+        **dict(zip(_NAMES, (loss, norm, gradient), strict=True)),
+    }
     of_the_cpu = f"; the CPU's {dtype}: {', '.join(f'{error} {own[error]:.2g}' for error in _NAMES)}" if own else ""
-    return {"verdict": verdict, "message": f"worst gradient: {name}{of_the_cpu}", "dtype": dtype, **values, "cosine": same}
+    return {
+        "verdict": verdict,
+        "message": f"worst gradient: {name}{of_the_cpu}",
+        "dtype": dtype,
+        **values,
+        "cosine": same,
+    }
 
 
 def tolerance(dtype: str, own: dict[str, Any] | None) -> tuple[float, ...]:

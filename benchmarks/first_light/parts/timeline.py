@@ -96,7 +96,10 @@ def _profile(context: Context, shape: dict[str, int], device: torch.device) -> N
         found.update(kernels_of(replay.once, device))
         if not found:
             raise NotThereError("the profiler has seen no kernel: it may need the right to read GPU counters")
-        return {"kernels": sum(count for _, count in found.values()), "busy_ms": sum(us for us, _ in found.values()) / 1e3}
+        return {
+            "kernels": sum(count for _, count in found.values()),
+            "busy_ms": sum(us for us, _ in found.values()) / 1e3,
+        }
 
     found: dict[str, tuple[float, int]] = {}
     context.attempt("a micro-batch by torch's profiler", f"{shape['num_layers']} layers", measure)
@@ -107,7 +110,9 @@ def _profile(context: Context, shape: dict[str, int], device: torch.device) -> N
     for kind, us in kinds.most_common():
         context.record("where its time goes", kind, sum_ms=us / 1e3, **{"of all_share": us / whole})
     for name, (us, count) in sorted(found.items(), key=lambda item: -item[1][0])[:20]:
-        context.record("its longest kernels", name[:120], sum_ms=us / 1e3, launches=count, **{"of all_share": us / whole})
+        context.record(
+            "its longest kernels", name[:120], sum_ms=us / 1e3, launches=count, **{"of all_share": us / whole}
+        )
     _empty(device)
 
 

@@ -38,7 +38,15 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.format import aligned, format_bytes, format_parameters
 
 EXIT_DIFFERENT = 1
-_PROGRESS = ("step", "consumed_samples", "scheduled_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps")
+_PROGRESS = (
+    "step",
+    "consumed_samples",
+    "scheduled_samples",
+    "consumed_tokens",
+    "num_updates",
+    "skipped_steps",
+    "bad_steps",
+)
 _STATE = ("schedule", "loss_scaler", "data_fingerprint")
 _KNOWN_STATE = {
     *_PROGRESS, *_STATE, "versions", "evaluation_data", "samples", "tokenizer", "config", "layout", "has_optimizer", "format_version",
@@ -73,7 +81,9 @@ def show(path: Path, ckpt_step: int | None, *, tensors: str | None, values: Sequ
     wanted = list(dict.fromkeys(name for pattern in values for name in _matching(listed.tensors, pattern)))
     record = _checkpoint_record(step_dir, listed, state)
     if tensors is not None:
-        record["tensors"] = {name: _tensor_record(*listed.tensors[name]) | {"kind": kind_of(name)[0]} for name in listing}
+        record["tensors"] = {
+            name: _tensor_record(*listed.tensors[name]) | {"kind": kind_of(name)[0]} for name in listing
+        }
     if wanted:
         from megatron_sp.commands.ckpt.tensors import read_values
 
@@ -87,7 +97,9 @@ def _matching(tensors: Tensors, pattern: str) -> list[str]:
     names = [name for name in sorted(tensors) if name == pattern or fnmatchcase(name, pattern)]
     if not names:
         near = difflib.get_close_matches(pattern, list(tensors), n=3, cutoff=0.4) or sorted(tensors)[:3]
-        raise CheckpointError(f"no tensor matches {pattern!r}; nearest: {', '.join(near) or 'it has no tensors at all'}")
+        raise CheckpointError(
+            f"no tensor matches {pattern!r}; nearest: {', '.join(near) or 'it has no tensors at all'}"
+        )
     return names
 
 
@@ -122,7 +134,11 @@ def _config_of(state: Record) -> tuple[Config | None, list[str]]:
 
 
 def _model_words(model: ModelConfig) -> str:
-    words = [plural(model.num_layers or 0, "layer"), f"hidden {model.hidden_size}", f"{model.num_attention_heads} heads"]
+    words = [
+        plural(model.num_layers or 0, "layer"),
+        f"hidden {model.hidden_size}",
+        f"{model.num_attention_heads} heads",
+    ]
     words += [f"{model.num_query_groups} kv heads"] if model.num_query_groups else []
     words += [f"ffn {model.ffn_hidden_size}"] if model.ffn_hidden_size else []
     words += [f"sequence {model.seq_length}", f"vocabulary {model.vocab_size}"]
@@ -142,7 +158,10 @@ def _checkpoint_lines(record: Record) -> list[str]:
         ("model", record["model"] or "unknown: no configuration"),
         ("parameters", f"{parameters} {'+'.join(record['dtypes'])}"),
         ("optimizer", ", ".join(record["optimizer"]) or "none"),
-        ("progress", ", ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in record["progress"].items())),
+        (
+            "progress",
+            ", ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in record["progress"].items()),
+        ),
         ("processes", layout_words(record["layout"])),
         ("schedule", _pairs(record["schedule"])),
         ("loss scaler", _pairs(record["loss_scaler"])),
@@ -152,15 +171,24 @@ def _checkpoint_lines(record: Record) -> list[str]:
     ]
     kinds, modules = record["by_kind"], record["by_module"]
     whole, all_bytes = max(1, record["parameters"]), max(1, sum(row["num_bytes"] for row in kinds))
-    by_kind_rows = [(row["kind"], row["dtype"], *_sizes(row), f"{100 * row['num_bytes'] / all_bytes:.0f} %") for row in kinds]
-    by_module_rows = [(name, *_sizes(total), f"{100 * total['elements'] / whole:.1f} %") for name, total in modules.items()]
-    flags = [(flag(key), _plain(e["value"]), f"(default {_plain(e['default'])})") for key, e in record["changed_flags"].items()]
+    by_kind_rows = [
+        (row["kind"], row["dtype"], *_sizes(row), f"{100 * row['num_bytes'] / all_bytes:.0f} %") for row in kinds
+    ]
+    by_module_rows = [
+        (name, *_sizes(total), f"{100 * total['elements'] / whole:.1f} %") for name, total in modules.items()
+    ]
+    flags = [
+        (flag(key), _plain(e["value"]), f"(default {_plain(e['default'])})")
+        for key, e in record["changed_flags"].items()
+    ]
     lines = [record["path"], *aligned(rows)]
     lines += ["", "bytes by kind", *aligned(by_kind_rows, (2, 3, 4, 5))]
     lines += ["", "weights by module (a star: all layers)", *aligned(by_module_rows, (1, 2, 3, 4))]
     lines += ["", f"flags that differ from their defaults: {len(flags)}", *aligned(flags)]
     if isinstance(record["tensors"], dict):
-        tensors = [(name, t["dtype"], _plain(t["shape"]), format_bytes(t["bytes"])) for name, t in record["tensors"].items()]
+        tensors = [
+            (name, t["dtype"], _plain(t["shape"]), format_bytes(t["bytes"])) for name, t in record["tensors"].items()
+        ]
         lines += ["", "tensors", *aligned(tensors, (3,))]
     if "values" in record:
         rows_of_values: list[tuple[str, ...]] = [("tensor", *_STATISTICS, *_COUNTS)]
@@ -218,7 +246,9 @@ class TensorDifference(NamedTuple):
     values: int = 0
 
 
-def diff(a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: float | None, atol: float | None, as_json: bool) -> int:
+def diff(
+    a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: float | None, atol: float | None, as_json: bool
+) -> int:
     """Compare two checkpoints and print the differences.
 
     Args:
@@ -240,17 +270,21 @@ def diff(a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: flo
         {
             name: value
             for name, value in listed.tensors.items()
-            if (name == (tensors or "*") or fnmatchcase(name, tensors or "*")) and not (weights_only and kind_of(name)[0] != WEIGHTS)
+            if (name == (tensors or "*") or fnmatchcase(name, tensors or "*"))
+            and not (weights_only and kind_of(name)[0] != WEIGHTS)
         }
         for listed in lists
     ]
     if tensors is not None and not any(chosen):
-        raise CheckpointError(f"no tensor of {folders[0]} or {folders[1]} matches {tensors!r}: see megatron-sp ckpt show STEP --tensors")
+        raise CheckpointError(
+            f"no tensor of {folders[0]} or {folders[1]} matches {tensors!r}: see megatron-sp ckpt show STEP --tensors"
+        )
     differing = _tensor_differences(folders, chosen[0], chosen[1], rtol, atol)
     compared, same = len(set(chosen[0]) | set(chosen[1])), not differing and not any(row.counts for row in rows)
     if as_json:
         tensor_records = [
-            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row._asdict().items()} for row in differing
+            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row._asdict().items()}
+            for row in differing
         ]
         record = {
             "a": str(folders[0]), "b": str(folders[1]), "same": same, "state": [row._asdict() for row in rows],
@@ -297,11 +331,17 @@ def _tensor_differences(
         return None if tensor is None else f"{SHORT_DTYPES.get(tensor[0], tensor[0])} {list(tensor[1])}"
 
     both = [name for name in sorted(set(a) & set(b)) if a[name][1] == b[name][1]]
-    rows = [TensorDifference(name, words(a.get(name)), words(b.get(name))) for name in sorted((set(a) | set(b)) - set(both))]
+    rows = [
+        TensorDifference(name, words(a.get(name)), words(b.get(name))) for name in sorted((set(a) | set(b)) - set(both))
+    ]
     is_exact = rtol is None and atol is None
     for name, far in distances(folders, both, rtol or 0.0, atol or 0.0):
         if far.beyond or (is_exact and a[name][0] != b[name][0]):
-            rows.append(TensorDifference(name, words(a[name]), words(b[name]), far.max_abs, far.max_rel(), far.beyond, far.count))
+            rows.append(
+                TensorDifference(
+                    name, words(a[name]), words(b[name]), far.max_abs, far.max_rel(), far.beyond, far.count
+                )
+            )
     return rows
 
 
@@ -319,19 +359,25 @@ def _difference_lines(rows: list[Difference], tensors: list[TensorDifference]) -
     alone = [row for row in tensors if (row.a is None or row.b is None) and kind_of(row.name)[0] != WEIGHTS]
     rest = [row for row in tensors if row not in alone]
     if rest:
-        rest.sort(key=lambda row: (row.max_rel is not None, kind_of(row.name)[0] != WEIGHTS, -(row.max_rel or 0.0), row.name))
+        rest.sort(
+            key=lambda row: (row.max_rel is not None, kind_of(row.name)[0] != WEIGHTS, -(row.max_rel or 0.0), row.name)
+        )
         table = [("", "a", "b", "max|a-b|", "/max|b|", "values beyond"), *map(_tensor_cells, rest[:_MAX_ROWS])]
         lines += ["tensors:", *aligned(table, (3, 4))]
         lines += [f"  ... and {len(rest) - _MAX_ROWS} more (--json has all)"] if len(rest) > _MAX_ROWS else []
     counts_alone = Counter((kind_of(row.name)[0], "b" if row.a is None else "a") for row in alone)
-    lines += [f"{kind}: {plural(count, 'tensor')} only in {side}" for (kind, side), count in sorted(counts_alone.items())]
+    lines += [
+        f"{kind}: {plural(count, 'tensor')} only in {side}" for (kind, side), count in sorted(counts_alone.items())
+    ]
     kinds: dict[str, list[TensorDifference]] = {}
     for tensor in tensors:
         if tensor.max_abs is not None:
             kinds.setdefault(kind_of(tensor.name)[0], []).append(tensor)
     for kind, of_kind in sorted(kinds.items(), key=lambda item: (item[0] != WEIGHTS, item[0])):
         far, worst = max(row.max_abs or 0.0 for row in of_kind), max(row.max_rel or 0.0 for row in of_kind)
-        lines.append(f"{kind}: {plural(len(of_kind), 'tensor')} with other values, max|a-b| up to {far:.3g}, relative up to {worst:.3g}")
+        lines.append(
+            f"{kind}: {plural(len(of_kind), 'tensor')} with other values, max|a-b| up to {far:.3g}, relative up to {worst:.3g}"
+        )
     return lines
 
 
@@ -339,4 +385,11 @@ def _tensor_cells(row: TensorDifference) -> tuple[str, ...]:
     a, b = row.a or "absent", row.b or "absent"
     if row.max_abs is None or row.max_rel is None:
         return row.name, a, b, "-", "-", "-"
-    return row.name, a, "same" if a == b else b, f"{row.max_abs:.3g}", f"{row.max_rel:.3g}", f"{row.beyond:,} of {row.values:,}"
+    return (
+        row.name,
+        a,
+        "same" if a == b else b,
+        f"{row.max_abs:.3g}",
+        f"{row.max_rel:.3g}",
+        f"{row.beyond:,} of {row.values:,}",
+    )

@@ -62,7 +62,11 @@ def resolve_runs(path: Path) -> list[CheckpointPath]:
     # resolve a path like ``resolve``, and a folder of runs to all of them
     place = resolve(path)
     if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
-        runs = sorted(Path(entry.path) for entry in os.scandir(path) if entry.is_dir() and (Path(entry.path) / CHECKPOINTS).is_dir())
+        runs = sorted(
+            Path(entry.path)
+            for entry in os.scandir(path)
+            if entry.is_dir() and (Path(entry.path) / CHECKPOINTS).is_dir()
+        )
         if runs:
             return [resolve(run) for run in runs]
     return [place]
@@ -168,7 +172,9 @@ def look_at(path: Path, step: int, kind: str) -> Entry:
         entry.state = read_state(path)
     except CheckpointError as error:
         entry.problems.append(str(error))
-    entry.problems = [problem.replace(f"{path}/", "").replace(f"{path} ", "it ") for problem in dict.fromkeys(entry.problems)]
+    entry.problems = [
+        problem.replace(f"{path}/", "").replace(f"{path} ", "it ") for problem in dict.fromkeys(entry.problems)
+    ]
     return entry
 
 
@@ -217,10 +223,16 @@ def ls(paths: Sequence[Path], *, as_json: bool) -> int:
 
 def _survey_lines(listing: Survey) -> list[str]:
     folder, advice = listing.place.folder, [f"  {line}" for line in _advice(listing)]
-    entries = sorted([*listing.steps, *listing.leftovers], key=lambda entry: entry.step)  # leftovers of a step follow it
+    entries = sorted(
+        [*listing.steps, *listing.leftovers], key=lambda entry: entry.step
+    )  # leftovers of a step follow it
     if not entries:
         program = find.identify(folder)
-        return [f"{folder}: no checkpoint", *advice] if program is None else find.of_another_program(folder, program, None).splitlines()
+        return (
+            [f"{folder}: no checkpoint", *advice]
+            if program is None
+            else find.of_another_program(folder, program, None).splitlines()
+        )
     head = f"{folder}: {plural(len(listing.steps), 'checkpoint')}"
     head += f", {len(listing.leftovers)} left over" if listing.leftovers else ""
     head += f", {format_bytes(sum(entry.num_bytes for entry in entries))}"
@@ -266,9 +278,13 @@ def _advice(listing: Survey) -> list[str]:
     if "part" in kinds and not listing.is_written():
         lines.append("unfinished: a save or a deletion was cut short; the next job that saves here removes it")
     if kinds & {"replaced", "abandoned"}:
-        lines.append("set aside, abandoned: from a continuation of the run that was given up; each can be loaded by its path")
+        lines.append(
+            "set aside, abandoned: from a continuation of the run that was given up; each can be loaded by its path"
+        )
     if listing.steps or listing.leftovers:
-        lines.append(f"checked: manifests and sizes; not the files' contents, which megatron-sp ckpt verify {run} compares")
+        lines.append(
+            f"checked: manifests and sizes; not the files' contents, which megatron-sp ckpt verify {run} compares"
+        )
     if kinds and not listing.is_written():
         lines.append(f"to delete what is left over: megatron-sp ckpt prune {run} --leftovers")
     return lines
@@ -311,7 +327,9 @@ def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | 
     if every:
         place = resolve(path)
         if place.only is not None or ckpt_step is not None:
-            raise CheckpointError(f"--all asks for every step of a run, but one step is named ({path}): give the run, or leave --all out")
+            raise CheckpointError(
+                f"--all asks for every step of a run, but one step is named ({path}): give the run, or leave --all out"
+            )
         step_folder(path)  # raises where there is none
         folders = list(list_steps(place.folder).values())
     code = EXIT_OK
@@ -319,11 +337,17 @@ def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | 
         wrong = problems(step_dir, deep=deep)
         if wrong:
             code = EXIT_CHECKPOINT
-            print("\n".join([f"{step_dir}: damaged, {plural(len(wrong), 'problem')}:", *(f"  {p}" for p in wrong)]), file=sys.stderr)
+            print(
+                "\n".join([f"{step_dir}: damaged, {plural(len(wrong), 'problem')}:", *(f"  {p}" for p in wrong)]),
+                file=sys.stderr,
+            )
         else:
             listed = read_manifest(step_dir)
             size = format_bytes(listed.num_bytes)
-            print(f"{step_dir}: sound: {size} in {plural(len(listed.files), 'file')}, {plural(len(listed.tensors), 'tensor')}", flush=True)
+            print(
+                f"{step_dir}: sound: {size} in {plural(len(listed.files), 'file')}, {plural(len(listed.tensors), 'tensor')}",
+                flush=True,
+            )
     return code
 
 
@@ -339,7 +363,9 @@ def problems(step_dir: Path, *, deep: DeepCheck | None = None) -> list[str]:
     if not any(STATE_NAME in problem for problem in texts):
         try:
             step = read_state(step_dir).get("step")
-            texts += [] if step == listed.step else [f"state.json is of step {step}, the manifest of step {listed.step}"]
+            texts += (
+                [] if step == listed.step else [f"state.json is of step {step}, the manifest of step {listed.step}"]
+            )
         except CheckpointError as error:
             texts.append(str(error))
     texts += [] if deep is None else deep(step_dir, listed)
@@ -354,7 +380,9 @@ def byte_problems(step_dir: Path, listed: Manifest) -> list[str]:
             lacking[name] = texts
     there = [name for name in listed.files if name not in lacking]
     with Progress("verifying", sum(listed.files[name].num_bytes for name in there)) as progress:
-        return [text for texts in lacking.values() for text in texts] + files.changed(step_dir, listed, there, progress.add)
+        return [text for texts in lacking.values() for text in texts] + files.changed(
+            step_dir, listed, there, progress.add
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------- prune
@@ -377,14 +405,20 @@ def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftover
         DiskError: a folder cannot be deleted.
     """
     if keep_last is None and not leftovers:
-        raise ConfigError("nothing to delete: give --keep-last N for old checkpoints, --leftovers for left-over folders, or both")
+        raise ConfigError(
+            "nothing to delete: give --keep-last N for old checkpoints, --leftovers for left-over folders, or both"
+        )
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"--keep-last ({keep_last}) must be at least 1: the newest sound checkpoint is never deleted")
     if keep_every is not None and (keep_every < 1 or keep_last is None):
-        raise ConfigError(f"--keep-every ({keep_every}) must be at least 1 and goes with --keep-last: it adds to what that keeps")
+        raise ConfigError(
+            f"--keep-every ({keep_every}) must be at least 1 and goes with --keep-last: it adds to what that keeps"
+        )
     place = resolve(path)
     if place.only is not None or place.run is None:
-        raise CheckpointError(f"{path} is not a run: give the folder that has {CHECKPOINTS} in it, for that is what its lock is in")
+        raise CheckpointError(
+            f"{path} is not a run: give the folder that has {CHECKPOINTS} in it, for that is what its lock is in"
+        )
     try:
         with nullcontext() if dry_run else RunLock(place.run):
             _prune(place, keep_last, keep_every, leftovers, dry_run)
@@ -395,7 +429,9 @@ def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftover
     return EXIT_OK
 
 
-def _prune(place: CheckpointPath, keep_last: int | None, keep_every: int | None, leftovers: bool, dry_run: bool) -> None:
+def _prune(
+    place: CheckpointPath, keep_last: int | None, keep_every: int | None, leftovers: bool, dry_run: bool
+) -> None:
     is_sound: dict[Path, bool] = {}
 
     def sound(step_dir: Path) -> bool:
@@ -442,7 +478,9 @@ def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool
         )
     aside = [name for name, (_, kind) in left.items() if kind != "part"]
     if aside and not any(sound(path) for path in reversed(list_steps(folder).values())):
-        raise CheckpointError(f"{folder} has no sound step: {', '.join(aside)} may hold all that is left of this run and is not deleted")
+        raise CheckpointError(
+            f"{folder} has no sound step: {', '.join(aside)} may hold all that is left of this run and is not deleted"
+        )
     return sum(_delete(folder / name, dry_run) for name in left)
 
 

@@ -85,7 +85,11 @@ def layout_of(manifest: Manifest, state: dict[str, Any]) -> dict[str, Any]:
     """Return the world size, and tp, sp, dp and the ZeRO stage as far as the state has them."""
     stored, layout = state.get("layout"), {"world_size": manifest.world_size}
     if isinstance(stored, dict):
-        layout |= {key: stored[key] for key in ("world_size", "dp", "cp", "sp", "tp", "tp_seq") if isinstance(stored.get(key), int)}
+        layout |= {
+            key: stored[key]
+            for key in ("world_size", "dp", "cp", "sp", "tp", "tp_seq")
+            if isinstance(stored.get(key), int)
+        }
     stage: Any = state
     for key in ("config", "parallel", "zero_stage"):
         stage = stage.get(key) if isinstance(stage, dict) else None

@@ -108,7 +108,9 @@ class Values:
         """Return the statistics for JSON; None in place of those that are not finite."""
         numbers = {"min": self.smallest, "max": self.largest, "mean": self.mean, "std": self.std(), "norm": self.norm}
         counts = {"count": self.count, "zeros": self.zeros, "nan": self.nans, "infinite": self.infinities}
-        return {name: value if self._finite and math.isfinite(value) else None for name, value in numbers.items()} | counts
+        return {
+            name: value if self._finite and math.isfinite(value) else None for name, value in numbers.items()
+        } | counts
 
 
 def read_values(step_dir: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -128,7 +130,9 @@ class Distance:
     count: int = 0
 
     @classmethod
-    def of(cls, blocks: Iterable[tuple[Tensor, Tensor]], rtol: float, atol: float, progress: Callable[[int], None]) -> Distance:
+    def of(
+        cls, blocks: Iterable[tuple[Tensor, Tensor]], rtol: float, atol: float, progress: Callable[[int], None]
+    ) -> Distance:
         """Compute the distance of two tensors given in blocks of equal shapes; ``progress`` receives the first's bytes."""
         found = cls()
         for a, b in blocks:
@@ -161,14 +165,19 @@ class Distance:
         return self.max_abs / self.largest if self.largest else math.inf
 
 
-def distances(folders: Sequence[Path], names: Sequence[str], rtol: float, atol: float) -> Iterator[tuple[str, Distance]]:
+def distances(
+    folders: Sequence[Path], names: Sequence[str], rtol: float, atol: float
+) -> Iterator[tuple[str, Distance]]:
     """Yield the distance of each of these tensors, which have the same shape in both checkpoints."""
     readers = [NativeReader(folder, verified=True) for folder in folders]
     infos = [reader.tensors() for reader in readers]
     with Progress("comparing", sum(infos[0][name].num_bytes for name in names)) as progress:
         for name in names:
             width = max(info[name].dtype.itemsize for info in infos)  # blocks of as many values in both
-            blocks = (r.blocks(name, BLOCK_BYTES * i[name].dtype.itemsize // width) for r, i in zip(readers, infos, strict=True))
+            blocks = (
+                r.blocks(name, BLOCK_BYTES * i[name].dtype.itemsize // width)
+                for r, i in zip(readers, infos, strict=True)
+            )
             yield name, Distance.of(zip(*blocks, strict=True), rtol, atol, progress.add)
 
 
@@ -279,10 +288,18 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
     try:
         with torch.device("meta"):
             model = make(shape, config.kernels, seed=0, dtype=torch.float32)
-    except (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError) as error:  # none of its numbers can be trusted
+    except (
+        ValueError,
+        TypeError,
+        AssertionError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:  # none of its numbers can be trusted
         raise ConfigError(f"no model can be built from the configuration: {error or type(error).__name__}") from None
     specs = shard_specs(model)
-    shapes = {name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {
+        name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()
+    }
     return shapes | {name: tuple(bias.shape) for name, bias in expert_biases(model).items()}
 
 
@@ -338,7 +355,9 @@ def merge(
     return 0
 
 
-def _sources(reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Source]:
+def _sources(
+    reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None
+) -> dict[str, Source]:
     # the tensors to write; weights of another dtype come from the master weights, to round only once
 
     def read(name: str, wanted: torch.dtype) -> Tensor:

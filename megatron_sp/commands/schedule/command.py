@@ -60,7 +60,11 @@ def _read(args: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Schedule:
 def _check(s: Schedule, args: argparse.Namespace) -> None:
     said = s.check()
     lines = len(s.directives)
-    print(json.dumps({"ok": True, "lines": lines}) if args.json else f"{lines} lines on {type(s.model).__name__}, {s.mesh}: {said}")
+    print(
+        json.dumps({"ok": True, "lines": lines})
+        if args.json
+        else f"{lines} lines on {type(s.model).__name__}, {s.mesh}: {said}"
+    )
 
 
 def _show(s: Schedule, args: argparse.Namespace) -> None:
@@ -98,7 +102,9 @@ def verify(args: argparse.Namespace) -> int:
     if launch.world_size > 1 or size == 1:
         if launch.world_size != size:
             cp = f" * cp {args.cp}" if args.cp > 1 else ""
-            raise ConfigError(f"{launch.world_size} processes were started, and tp {args.tp} * sp {args.sp}{cp} * dp {args.dp} is {size}")
+            raise ConfigError(
+                f"{launch.world_size} processes were started, and tp {args.tp} * sp {args.sp}{cp} * dp {args.dp} is {size}"
+            )
         return _compare(args, launch)
     if not hasattr(os, "fork"):
         raise ConfigError(
@@ -123,7 +129,9 @@ def _start(args: argparse.Namespace, size: int) -> int:
             process.terminate()
     code = processes[0].exitcode
     if code is None or code < 0:
-        raise PeerError(f"rank 0 was killed by signal {-(code or 0)}: is there memory for {size} processes with two models each?")
+        raise PeerError(
+            f"rank 0 was killed by signal {-(code or 0)}: is there memory for {size} processes with two models each?"
+        )
     return code
 
 
@@ -143,7 +151,9 @@ def _compare(args: argparse.Namespace, launch: Launch) -> int:
     try:
         if launch.world_size > 1:
             init_process_group(launch, torch.device("cpu"), "gloo", _TIMEOUT)
-            groups = ParallelGroups.create(torch.device("cpu"), tp_size=args.tp, sp_size=args.sp, cp_size=args.cp, timeout=_TIMEOUT)
+            groups = ParallelGroups.create(
+                torch.device("cpu"), tp_size=args.tp, sp_size=args.sp, cp_size=args.cp, timeout=_TIMEOUT
+            )
             mesh = Mesh.of(groups)
         s, batch = prepare(args, mesh, meta=False)
         if batch is None:
@@ -151,14 +161,19 @@ def _compare(args: argparse.Namespace, launch: Launch) -> int:
             batch = example(s.model, rows=args.batch, tokens=args.seq)
         if batch is None:
             name = type(s.model).__name__
-            raise ConfigError(f"it is not known what {name} takes: give --factory a function that returns (model, batch)")
+            raise ConfigError(
+                f"it is not known what {name} takes: give --factory a function that returns (model, batch)"
+            )
         s.model.train()
         verdict = s.measure(batch)
     finally:
         destroy_process_group()
     if launch.rank == 0 and args.json:
         rows = [{"name": row.name, "kind": row.kind, "error": row.error} for row in verdict.rows]
-        print(json.dumps({"ok": verdict.ok, "tolerance": verdict.tolerance, "first": verdict.first, "comparisons": rows}), flush=True)
+        print(
+            json.dumps({"ok": verdict.ok, "tolerance": verdict.tolerance, "first": verdict.first, "comparisons": rows}),
+            flush=True,
+        )
     elif launch.rank == 0 and verdict.ok:
         print(f"{type(s.model).__name__} over {mesh}: {verdict}", flush=True)
     if not verdict.ok and args.json:

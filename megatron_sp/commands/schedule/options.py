@@ -7,7 +7,9 @@ import argparse
 from megatron_sp.commands.schedule.train import LONG
 from megatron_sp.utils.entry_point import integer
 
-_MODEL = "folder with a config.json of transformers; the model is made from it, nothing is fetched and no code in it is run"
+_MODEL = (
+    "folder with a config.json of transformers; the model is made from it, nothing is fetched and no code in it is run"
+)
 _FACTORY = "function of yours that returns the model, or (model, batch of keyword arguments); a file.py instead of a module works too"
 
 
@@ -15,19 +17,29 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
     """Add a subcommand for each action."""
     actions = schedule.add_subparsers(title="actions", metavar="ACTION", required=True)
     _action(
-        actions, "check", "look at the lines alone, without a job: paths, sizes, heads; `verify` proves them; exit code 2 if they cannot be"
+        actions,
+        "check",
+        "look at the lines alone, without a job: paths, sizes, heads; `verify` proves them; exit code 2 if they cannot be",
     )
     show = _action(actions, "show", "the model's tree: what is split and how, where ranks talk")
     show.add_argument("--every", action="store_true", help="include modules that the schedule does not touch")
     show.add_argument("--html", metavar="FILE", help="write a picture of it, as one HTML file")
     show.add_argument("--save", metavar="FILE", help="write the lines as a plan, such as those of a preset")
     show.add_argument(
-        "--cost", type=integer(), nargs=2, metavar=("ROWS", "TOKENS"), help="also the bytes a rank holds, and sends in a step"
+        "--cost",
+        type=integer(),
+        nargs=2,
+        metavar=("ROWS", "TOKENS"),
+        help="also the bytes a rank holds, and sends in a step",
     )
-    explain = _action(actions, "explain", "details of some modules: shares of parameters, and why each collective is there")
+    explain = _action(
+        actions, "explain", "details of some modules: shares of parameters, and why each collective is there"
+    )
     explain.add_argument("path", metavar="PATH", help="module, or a glob of several")
     verify = _action(
-        actions, "verify", "compare a step of the split model with the whole one, every gradient, in fp64; exit code 5 if they differ"
+        actions,
+        "verify",
+        "compare a step of the split model with the whole one, every gradient, in fp64; exit code 5 if they differ",
     )
     verify.add_argument("--batch", type=_positive, default=2, metavar="ROWS", help="of the batch (default: 2)")
     verify.add_argument("--seq", type=_positive, default=16, metavar="TOKENS", help="in a row (default: 16)")
@@ -35,20 +47,37 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
     _add_train(actions)
 
 
-def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("plan", metavar="PLAN", help="file of a schedule (plan.yaml), or `auto`: the preset of the model's family")
+    parser.add_argument(
+        "plan", metavar="PLAN", help="file of a schedule (plan.yaml), or `auto`: the preset of the model's family"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="FOLDER", help=_MODEL)
     source.add_argument("--factory", metavar="MODULE:FUNCTION", help=_FACTORY)
-    parser.add_argument("--class", dest="class_name", metavar="NAME", help="class of transformers (default: what config.json says)")
     parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="change config.json: --set num_hidden_layers=2"
+        "--class", dest="class_name", metavar="NAME", help="class of transformers (default: what config.json says)"
     )
-    shares = {"tp": "ranks that share the weights", "sp": "that share sequences (Ulysses)", "cp": "that share sequences (keys and values)"}
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change config.json: --set num_hidden_layers=2",
+    )
+    shares = {
+        "tp": "ranks that share the weights",
+        "sp": "that share sequences (Ulysses)",
+        "cp": "that share sequences (keys and values)",
+    }
     for axis, what in {**shares, "dp": "that share the batch"}.items():
         parser.add_argument(f"--{axis}", type=_positive, default=1, metavar="N", help=f"{what} (default: 1)")
-    parser.add_argument("--seq-parallel", action="store_true", help="of `auto`: cut activations between layers over tp, too")
+    parser.add_argument(
+        "--seq-parallel", action="store_true", help="of `auto`: cut activations between layers over tp, too"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, action=name)
     return parser
@@ -60,8 +89,15 @@ def _add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".")
     plan = "plan.yaml; `auto`: the preset of the model's family; your own MODULE:FUNCTION, which gets (schedule, seq)"
     parser.add_argument("plan", metavar="PLAN", help=plan)
-    parser.add_argument("--model", metavar="FOLDER", required=True, help="folder with a config.json, and weights if there are any")
-    parser.add_argument("--task", choices=("next", "masked"), default="next", help="predict the next token, or masked ones (default: next)")
+    parser.add_argument(
+        "--model", metavar="FOLDER", required=True, help="folder with a config.json, and weights if there are any"
+    )
+    parser.add_argument(
+        "--task",
+        choices=("next", "masked"),
+        default="next",
+        help="predict the next token, or masked ones (default: next)",
+    )
     for axis, flag in LONG.items():
         parser.add_argument(f"--{axis}", type=integer(2**16), metavar="N", help=f"same as --{flag}")
     parser.set_defaults(run=_train, takes_words=True)

@@ -53,7 +53,9 @@ def _transformers() -> ModuleType:
     try:
         return availability.load("transformers")
     except RuntimeError as error:
-        raise ConfigError(f"--model needs transformers, and {error}: pip install -e '.[hf]', or take --factory") from None
+        raise ConfigError(
+            f"--model needs transformers, and {error}: pip install -e '.[hf]', or take --factory"
+        ) from None
 
 
 def _read(folder: str) -> dict[str, Any]:
@@ -63,7 +65,9 @@ def _read(folder: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             raw = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--model {folder}: {path} cannot be read: {error.strerror}; it is a folder on this machine") from None
+        raise ConfigError(
+            f"--model {folder}: {path} cannot be read: {error.strerror}; it is a folder on this machine"
+        ) from None
     try:
         data = json.loads(raw) if len(raw) <= MAX_CONFIG_BYTES else None
     except (ValueError, RecursionError):
@@ -153,13 +157,19 @@ def _module(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--factory {name}: {error}; modules are looked for from here and among installed packages") from None
+        raise ConfigError(
+            f"--factory {name}: {error}; modules are looked for from here and among installed packages"
+        ) from None
     except Exception as error:
         raise ConfigError(f"--factory {name}: {_told(error)}") from error
 
 
 def _told(error: Exception, made: Callable[[], Any] | None = None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{frames[-1].filename}:{frames[-1].lineno}"
+    place = (
+        f"{error.filename}:{error.lineno}"
+        if isinstance(error, SyntaxError)
+        else f"{frames[-1].filename}:{frames[-1].lineno}"
+    )
     what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     return f"{'the file fails' if made is None else 'the function fails'} at {place}: {what}"

@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_sp.training.loop import pretrain
 
     writer = Writer(args.plan)
-    task = external_task("schedule_train", ModelFolder(folder, auto_class), writer, causal=family == "gpt", prepare=writer.prepare)
+    task = external_task(
+        "schedule_train", ModelFolder(folder, auto_class), writer, causal=family == "gpt", prepare=writer.prepare
+    )
     pretrain(config, task)
     return 0
 
@@ -83,7 +85,9 @@ class Writer:
             s.load(self.plan)
             self._require_same(s, seq)
         if any(d.do == "zero" for d in s.directives):
-            raise ConfigError(f"{self.plan} says zero, which is a flag of a training: take the line out, and give --zero-stage")
+            raise ConfigError(
+                f"{self.plan} says zero, which is a flag of a training: take the line out, and give --zero-stage"
+            )
 
     def _require_same(self, s: Schedule, seq: bool) -> None:
         says = any(d.do == "sequence" for d in s.directives)

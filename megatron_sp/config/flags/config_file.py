@@ -38,7 +38,9 @@ def read_config_file(path: str) -> list[Setting]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        raise ConfigError(f"--config {path}{f' line {mark.line + 1}' if mark else ''}: not YAML: {getattr(error, 'problem', '')}") from None
+        raise ConfigError(
+            f"--config {path}{f' line {mark.line + 1}' if mark else ''}: not YAML: {getattr(error, 'problem', '')}"
+        ) from None
     empty = root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _TAG + "null")
     return [] if empty else list(_settings(root, name, inside=""))
 
@@ -67,7 +69,9 @@ def _settings(node: Any, name: str, inside: str) -> Iterator[Setting]:
         seen.add(flag)
         if isinstance(value, yaml.MappingNode) and not inside:
             if key.value not in GROUPS:
-                raise ConfigError(f"{_line(name, key)}: {key.value} is not a group of flags; the groups are {', '.join(GROUPS)}")
+                raise ConfigError(
+                    f"{_line(name, key)}: {key.value} is not a group of flags; the groups are {', '.join(GROUPS)}"
+                )
             yield from _settings(value, name, inside=key.value)
         else:
             words = tuple(_words(value, name, key.value))
@@ -79,7 +83,9 @@ def _words(node: Any, name: str, key: str) -> Iterator[str]:
     items = node.value if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq" else [node]
     for item in items:
         if not isinstance(item, yaml.ScalarNode) or not _plain(item):
-            raise ConfigError(f"{_line(name, item)}: the value of {key} must be a word, a number, true, false, or a list of these")
+            raise ConfigError(
+                f"{_line(name, item)}: the value of {key} must be a word, a number, true, false, or a list of these"
+            )
         if item.tag != _TAG + "null":
             yield item.value
 

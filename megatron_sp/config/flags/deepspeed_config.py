@@ -79,7 +79,9 @@ def settle(found: DeepSpeedConfig, config: Config, world_size: int) -> list[str]
             for name, value in {claim.field: claim.value, **_FILE_COUNTS[claim.field]}.items():
                 group, _, attribute = name.partition(".")
                 setattr(getattr(config, group), attribute, value)
-            found.overruled.append(f"{others[0]} (DeepSpeed reads this from its file alone, and so it counts: {claim.where})")
+            found.overruled.append(
+                f"{others[0]} (DeepSpeed reads this from its file alone, and so it counts: {claim.where})"
+            )
         elif others and not claim.weak:
             problems.append(f'{claim.where} contradicts {others[0]}: make them agree, or write "auto" in the file')
     return problems or _batch_sizes(found, config, given, world_size)
@@ -101,7 +103,10 @@ _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "parallel.zero3_fetch": (("parallel.stage3_use_all_reduce_for_fetch_params", True, "all_reduce"),),
     "precision.bf16": (("precision.fp16", True, False), ("precision.fp64", True, False)),
     "precision.fp16": (("precision.bf16", True, False), ("precision.fp64", True, False)),
-    "optimizer.weight_decay": (("optimizer.start_weight_decay", None, None), ("optimizer.end_weight_decay", None, None)),
+    "optimizer.weight_decay": (
+        ("optimizer.start_weight_decay", None, None),
+        ("optimizer.end_weight_decay", None, None),
+    ),
 }
 
 
@@ -133,7 +138,13 @@ def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_siz
     if ranks < 1 or world_size % ranks or batch.micro_batch_size < 1:
         return []  # config/rules.py reports this
     dp = world_size // ranks
-    changes = "--rampup-batch-size" if batch.rampup_batch_size else "--step-batch-size-schedule" if batch.step_batch_size_schedule else None
+    changes = (
+        "--rampup-batch-size"
+        if batch.rampup_batch_size
+        else "--step-batch-size-schedule"
+        if batch.step_batch_size_schedule
+        else None
+    )
     if steps is not None and changes:
         return [
             f"{found.name}: gradient_accumulation_steps ({steps}) is constant, and {changes} changes the batch size:"

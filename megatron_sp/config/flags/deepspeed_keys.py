@@ -103,7 +103,11 @@ def _offload(reader: Reader, place: str, value: Any) -> None:
     if device in ("cpu", "none"):
         reader.claim("parallel.offload_optimizer", f"{place}.device", device == "cpu", shown=device)
     elif device == "nvme":
-        reader.refuse(f"{place}.device", device, 'the optimizer\'s state lives on the device or in host memory: use "cpu", or leave it out')
+        reader.refuse(
+            f"{place}.device",
+            device,
+            'the optimizer\'s state lives on the device or in host memory: use "cpu", or leave it out',
+        )
     elif device not in (None, "auto"):
         reader.problem(f'{place}.device: expected "cpu" or "none", got {short(device)}')
     reader.block({k: v for k, v in block.items() if k != "device"}, place, _OFFLOAD)
@@ -129,7 +133,9 @@ _OFFLOAD = Keys(
 )  # fmt: skip
 
 _QUANTIZED = "parameters and gradients travel in their own format; remove it (gradients can travel in bf16: --grad-reduce-in-bf16)"
-_NO_OFFLOAD_PARAM = "parameters stay on their device; remove it (the optimizer's state can go to the host: --offload-optimizer)"
+_NO_OFFLOAD_PARAM = (
+    "parameters stay on their device; remove it (the optimizer's state can go to the host: --offload-optimizer)"
+)
 
 _ZERO = Keys(
     {
@@ -193,7 +199,9 @@ def _communication(reader: Reader, place: str, value: Any) -> None:
     if word in ("bf16", "bfloat16", "fp32"):
         reader.claim("parallel.grad_reduce_in_bf16", place, word != "fp32", shown=value)
     elif word == "fp16":
-        reader.refuse(place, value, 'gradients travel in fp32 or bf16, for fp16 overflows in their sum: use "bf16" or "fp32"')
+        reader.refuse(
+            place, value, 'gradients travel in fp32 or bf16, for fp16 overflows in their sum: use "bf16" or "fp32"'
+        )
     else:
         reader.problem(f'{place}: expected "fp32" or "bf16", got {short(value)}')
 
@@ -203,7 +211,9 @@ def _accumulate_in(reader: Reader, place: str, value: Any) -> None:
         reader.found.ignored.append(place)  # it asks for what happens anyway
     elif value in ("bf16", "fp16"):
         reader.refuse(
-            place, value, 'gradients are accumulated in fp32: use "fp32", or remove it (they can travel in bf16: "communication_data_type")'
+            place,
+            value,
+            'gradients are accumulated in fp32: use "fp32", or remove it (they can travel in bf16: "communication_data_type")',
         )
     else:
         reader.problem(f'{place}: expected "fp32", got {short(value)}')
@@ -230,7 +240,8 @@ _FP16 = Keys(
 _DATA_TYPES = Keys(
     {"grad_accum_dtype": _accumulate_in},
     refused=dict.fromkeys(
-        ("param_dtype", "buffer_dtype", "keep_in_fp32_modules"), "--bf16, --fp16 or neither is for the whole model; remove it"
+        ("param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+        "--bf16, --fp16 or neither is for the whole model; remove it",
     ),
 )
 

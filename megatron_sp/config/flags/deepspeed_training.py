@@ -6,7 +6,17 @@ from typing import Any
 
 from megatron_sp.config.curriculum import read_curriculum
 from megatron_sp.config.flags.deepspeed_config import Claim
-from megatron_sp.config.flags.deepspeed_reader import Keys, Reader, if_on, inside, must_be, printable, refusing, sets, short
+from megatron_sp.config.flags.deepspeed_reader import (
+    Keys,
+    Reader,
+    if_on,
+    inside,
+    must_be,
+    printable,
+    refusing,
+    sets,
+    short,
+)
 
 _ADAM_DEFAULTS = {
     "lr": ("optimizer.lr", 1e-3), "eps": ("optimizer.adam_eps", 1e-8), "weight_decay": ("optimizer.weight_decay", 0.0),
@@ -21,7 +31,9 @@ _KERNELS = ("torch_adam", "fused", "foreach", "capturable", "differentiable", "s
 def handle_optimizer(reader: Reader, place: str, value: Any) -> None:
     block = reader.object(place, value)
     kind, params = block.get("type"), block.get("params", {})
-    reader.block({k: v for k, v in block.items() if k not in ("type", "params")}, place, Keys({}, ignored=("legacy_fusion",)))
+    reader.block(
+        {k: v for k, v in block.items() if k not in ("type", "params")}, place, Keys({}, ignored=("legacy_fusion",))
+    )
     if kind is None and params not in (None, "auto", {}):
         given = f"{place}.params ({short(params)})"
         reader.problem(f'{given} has no optimizer.type: add "type": "AdamW", "Adam" or "SGD", or remove the block')
@@ -30,7 +42,9 @@ def handle_optimizer(reader: Reader, place: str, value: Any) -> None:
     word = kind.lower() if isinstance(kind, str) else ""
     if word not in ("adam", "adamw", "sgd"):
         reader.refuse(
-            f"{place}.type", kind, "the optimizers today are AdamW and SGD; use one of them, or remove the block and give --optimizer"
+            f"{place}.type",
+            kind,
+            "the optimizers today are AdamW and SGD; use one of them, or remove the block and give --optimizer",
         )
         return
     params = {} if params in (None, "auto") else reader.object(f"{place}.params", params)
@@ -91,7 +105,10 @@ def handle_scheduler(reader: Reader, place: str, value: Any) -> None:
     if kind in (None, "auto") or not block:
         return
     params = params if isinstance(params, dict) else {}
-    low, high = params.get("warmup_min_lr", 0.0), params.get("warmup_max_lr", 0.001 if kind == "WarmupDecayLR" else None)
+    low, high = (
+        params.get("warmup_min_lr", 0.0),
+        params.get("warmup_max_lr", 0.001 if kind == "WarmupDecayLR" else None),
+    )
     is_rate = isinstance(low, (int, float)) and not isinstance(low, bool)
     if kind in ("WarmupLR", "WarmupDecayLR") and is_rate and low == high:
         reader.claim("optimizer.lr", f"{place}.params.warmup_max_lr", high)
@@ -115,7 +132,9 @@ def _ways(kind: Any, params: dict[str, Any]) -> str:
         value = params.get(key)
         return f"{value:g}" if isinstance(value, float) else str(value) if type(value) is int else default
 
-    style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(kind if isinstance(kind, str) else "", "")
+    style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(
+        kind if isinstance(kind, str) else "", ""
+    )
     if not style:
         return "--lr, --lr-decay-style and --lr-warmup-iters"
     ends = "" if style == "constant" else f" --lr-decay-iters {word('total_num_steps', 'N')}"
@@ -130,7 +149,11 @@ def handle_curriculum(reader: Reader, place: str, value: Any) -> None:
     if kind == "seqlen":
         _lengths(reader, place, value)
     else:
-        reader.refuse(f"{place}.curriculum_type", kind, 'a curriculum is of the sequences\' length here: use "seqlen", or remove the block')
+        reader.refuse(
+            f"{place}.curriculum_type",
+            kind,
+            'a curriculum is of the sequences\' length here: use "seqlen", or remove the block',
+        )
 
 
 def _curriculum_of_metrics(reader: Reader, place: str, value: Any) -> None:
@@ -141,9 +164,15 @@ def _curriculum_of_metrics(reader: Reader, place: str, value: Any) -> None:
         there = f"{place}.curriculum_metrics.{printable(name)}"
         block = reader.object(there, metric)
         if name != "seqlen_truncate":
-            reader.refuse(there, metric, "a curriculum cuts samples off and does not choose them: use seqlen_truncate, or remove it")
+            reader.refuse(
+                there,
+                metric,
+                "a curriculum cuts samples off and does not choose them: use seqlen_truncate, or remove it",
+            )
         elif (cluster := block.get("clustering_type", "single_cluster")) != "single_cluster":
-            reader.refuse(f"{there}.clustering_type", cluster, 'samples are not chosen by their difficulty: use "single_cluster"')
+            reader.refuse(
+                f"{there}.clustering_type", cluster, 'samples are not chosen by their difficulty: use "single_cluster"'
+            )
         else:
             _lengths(reader, there, block)
 
@@ -156,11 +185,20 @@ _PARTS = {
 
 
 def _lengths(reader: Reader, place: str, block: dict[str, Any]) -> None:
-    kind, config = block.get("schedule_type"), reader.object(f"{place}.schedule_config", block.get("schedule_config", {}))
+    kind, config = (
+        block.get("schedule_type"),
+        reader.object(f"{place}.schedule_config", block.get("schedule_config", {})),
+    )
     if not isinstance(kind, str) or kind not in _PARTS:
-        reader.refuse(f"{place}.schedule_type", kind, f"the schedules are {', '.join(_PARTS)}; use one of them, or remove the block")
+        reader.refuse(
+            f"{place}.schedule_type",
+            kind,
+            f"the schedules are {', '.join(_PARTS)}; use one of them, or remove the block",
+        )
         return
-    missing = [key for key in ("min_difficulty", "max_difficulty") if key not in block] + [key for key in _PARTS[kind] if key not in config]
+    missing = [key for key in ("min_difficulty", "max_difficulty") if key not in block] + [
+        key for key in _PARTS[kind] if key not in config
+    ]
     if missing:
         reader.problem(f"{place}: {kind} needs {', '.join(missing)}")
         return
@@ -171,9 +209,15 @@ def _lengths(reader: Reader, place: str, block: dict[str, Any]) -> None:
                 f"{place}.schedule_config: difficulty must be a list with one number more than max_step: the last length has no end"
             )
             return
-        numbers = [f"{_word(length)}:{_word(last)}" for length, last in zip(lengths, lasts, strict=False)] + [_word(lengths[-1])]
+        numbers = [f"{_word(length)}:{_word(last)}" for length, last in zip(lengths, lasts, strict=False)] + [
+            _word(lengths[-1])
+        ]
     else:
-        numbers = [_word(block["min_difficulty"]), _word(block["max_difficulty"]), *(_word(config[key]) for key in _PARTS[kind])]
+        numbers = [
+            _word(block["min_difficulty"]),
+            _word(block["max_difficulty"]),
+            *(_word(config[key]) for key in _PARTS[kind]),
+        ]
     try:
         read_curriculum((kind, *numbers))
     except ValueError as error:
@@ -188,6 +232,10 @@ def _word(value: Any) -> str:
 
 ALL_TOKENS = "random layer token dropping (random-LTD) leaves tokens out of the middle layers, and here every layer computes all; remove it"
 
-_CURRICULUM = Keys({"curriculum_learning": if_on(_curriculum_of_metrics)}, ignored=("num_epochs", "num_workers", "pin_memory"))
+_CURRICULUM = Keys(
+    {"curriculum_learning": if_on(_curriculum_of_metrics)}, ignored=("num_epochs", "num_workers", "pin_memory")
+)
 _ROUTING = Keys({"random_ltd": if_on(refusing(ALL_TOKENS))})
-DATA_EFFICIENCY = Keys({"data_sampling": if_on(inside(_CURRICULUM)), "data_routing": if_on(inside(_ROUTING))}, ignored=("seed",))
+DATA_EFFICIENCY = Keys(
+    {"data_sampling": if_on(inside(_CURRICULUM)), "data_routing": if_on(inside(_ROUTING))}, ignored=("seed",)
+)

@@ -48,7 +48,9 @@ _EVERY = 2  # DeepSpeed's --expert-interval
 _LOSS = 0.1  # coefficient of the balance loss in both programs
 
 
-def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dict[str, Setting], processes: int) -> list[str]:
+def settle_expert_dialect(
+    config: Config, settings: Sequence[Setting], held: dict[str, Setting], processes: int
+) -> list[str]:
     """Write into ``config`` what the words of the two programs mean, and what they leave out.
 
     Args:
@@ -63,12 +65,22 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
     model, names = config.model, {setting.name for setting in settings}
     places = _places(config, held["num-experts"]) if "num-experts" in held else None
     if (model.num_experts or 0) <= 1:
-        return [f"{setting.where} (without --num-experts it has no effect)" for name, setting in held.items() if name != "num-experts"]
+        return [
+            f"{setting.where} (without --num-experts it has no effect)"
+            for name, setting in held.items()
+            if name != "num-experts"
+        ]
     lines = [*_loss_weight(config, held), *_shares(config, held, processes)]
     # else they are the checkpoint's, or missing
     if ("expert-interval" in held or places is not None) and model.num_layers:
         _set(config, "moe_layer_freq", _layers(config, held.get("expert-interval"), places), "--expert-interval")
-    whose = "megablocks" if names & _MEGABLOCKS else "Megatron-DeepSpeed" if names & (_DEEPSPEED | _ENGINE) or places else ""
+    whose = (
+        "megablocks"
+        if names & _MEGABLOCKS
+        else "Megatron-DeepSpeed"
+        if names & (_DEEPSPEED | _ENGINE) or places
+        else ""
+    )
     if not whose:
         config.understood += tuple(lines)
         return []
@@ -87,7 +99,9 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
         assumed["moe_router_pre_softmax"] = True
     lines += _assume(config, assumed, whose)
     if whose == "Megatron-DeepSpeed" and is_all and topk == 2 and _NEXT_BEST not in names:
-        lines.append(f"--topk 2 (a token's second expert is the next best one, as with Megatron-DeepSpeed's --{_NEXT_BEST})")
+        lines.append(
+            f"--topk 2 (a token's second expert is the next best one, as with Megatron-DeepSpeed's --{_NEXT_BEST})"
+        )
     if is_told and megatrons:
         lines += _left_to_megatron(config, whose, megatrons[0])
     config.understood += tuple(lines)
@@ -107,11 +121,19 @@ def _defaults(config: Config, whose: str) -> dict[str, Any]:
 
 def _assume(config: Config, assumed: dict[str, Any], whose: str) -> list[str]:
     # set fields; return one line about those that this changes
-    changed = [name for name, value in assumed.items() if ("model", name) not in config.given and getattr(config.model, name) != value]
+    changed = [
+        name
+        for name, value in assumed.items()
+        if ("model", name) not in config.given and getattr(config.model, name) != value
+    ]
     for name in changed:
         setattr(config.model, name, assumed[name])
     flags = [f"--{name.replace('_', '-')}" + ("" if assumed[name] is True else f" {assumed[name]}") for name in changed]
-    return [f"--num-experts {config.model.num_experts} (what is not given is as in {whose}: {', '.join(flags)})"] if flags else []
+    return (
+        [f"--num-experts {config.model.num_experts} (what is not given is as in {whose}: {', '.join(flags)})"]
+        if flags
+        else []
+    )
 
 
 def _left_to_megatron(config: Config, whose: str, name: str) -> list[str]:
@@ -120,7 +142,11 @@ def _left_to_megatron(config: Config, whose: str, name: str) -> list[str]:
             if ("model", field) not in config.given]  # fmt: skip
     left += ["experts in every layer"] if ("model", "moe_layer_freq") not in config.given else []
     return (
-        [f"--num-experts {config.model.num_experts} (with --{name} in Megatron's words, not {whose}'s: {', '.join(left)})"] if left else []
+        [
+            f"--num-experts {config.model.num_experts} (with --{name} in Megatron's words, not {whose}'s: {', '.join(left)})"
+        ]
+        if left
+        else []
     )
 
 
@@ -152,7 +178,11 @@ def _layers(config: Config, setting: Setting | None, places: list[bool] | None) 
             f" num_layers is {layers}: give --expert-interval 1 for experts in every layer"
         )
     if places is None or (all(places) and len(places) == layers // every):
-        return "1" if every == 1 else f"[{'0,' * (every - 1)}1]*{layers // every}" + (f"+[0]*{layers % every}" if layers % every else "")
+        return (
+            "1"
+            if every == 1
+            else f"[{'0,' * (every - 1)}1]*{layers // every}" + (f"+[0]*{layers % every}" if layers % every else "")
+        )
     if len(places) != layers // every:
         raise ValueError(
             f"--num-experts has {len(places)} numbers, and with num_layers {layers} and --expert-interval {every}"

@@ -25,7 +25,10 @@ _GENERAL = (
         "--preset NAME",
         "shape of a published model, such as gpt2-124m or llama3-8b, as defaults of the flags (`megatron-sp presets` lists them)",
     ),
-    ("--config FILE", "YAML file of flags, flat or grouped; given twice the second comes over the first, and the command line over both"),
+    (
+        "--config FILE",
+        "YAML file of flags, flat or grouped; given twice the second comes over the first, and the command line over both",
+    ),
     ("--deepspeed-config FILE", "DeepSpeed's JSON; it must agree with the flags, docs/reference/flags.md"),
     ("--print-config", "print the whole configuration as YAML for --config, and exit"),
     (
@@ -66,7 +69,10 @@ def _described_flags(cls: type) -> Iterator[tuple[str, str]]:
         kind = kinds[item.name]
         spellings = (item.name.replace("_", "-"), *item.metadata["aliases"])
         if kind.base == "bool":  # a switch that is on is listed as the flag that turns it off
-            yield ", ".join(f"--no-{name}" if item.default else f"--{name}" for name in spellings), _described(item, kind)
+            yield (
+                ", ".join(f"--no-{name}" if item.default else f"--{name}" for name in spellings),
+                _described(item, kind),
+            )
         else:
             yield ", ".join(f"--{name}" for name in spellings) + f" {kind.metavar}", _described(item, kind)
 
@@ -91,4 +97,6 @@ def _entry(names: str, text: str, width: int) -> str:
 
 def _wrapped(text: str, indent: str, width: int) -> str:
     # wrap text between words; flags are not broken at their hyphens, so that they can be copied
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )

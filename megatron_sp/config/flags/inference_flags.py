@@ -38,7 +38,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
                        help="auto: the run's on a GPU, float32 on a CPU")  # fmt: skip
     model.add_argument(
-        "--num-threads", type=integer(1024), metavar="N", help="CPU threads of each process (default: its share of the cores)"
+        "--num-threads",
+        type=integer(1024),
+        metavar="N",
+        help="CPU threads of each process (default: its share of the cores)",
     )
     layout = parser.add_argument_group("layout (with torchrun or scripts/launch.sh)")
     layout.add_argument("--tensor-model-parallel-size", "--tp-size", type=integer(2**16), default=1, metavar="N", dest="tp_size",

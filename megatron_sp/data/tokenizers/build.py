@@ -141,7 +141,9 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         if vocab_size < 2:
-            raise ConfigError(f"vocab_size ({vocab_size}) must be at least 2 with NullTokenizer: one token and the end of a document")
+            raise ConfigError(
+                f"vocab_size ({vocab_size}) must be at least 2 with NullTokenizer: one token and the end of a document"
+            )
         if eod is not None and not 0 <= eod < vocab_size:
             raise ConfigError(f"eod_id ({eod}) must be an id of the vocabulary, 0 to {vocab_size - 1}")
         self.vocab_size = vocab_size

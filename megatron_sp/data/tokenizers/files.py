@@ -60,12 +60,16 @@ def name_path(data: DataConfig, path: Path) -> None:
     if path.is_dir():
         names = {name for name in NAMES if (path / name).exists()}
         if not name_files(data, names, path, path / CONFIG if (path / CONFIG).exists() else None):
-            raise DataError(f"{path} holds no tokenizer: none of {', '.join(NAMES[:2])}, vocab.json with merges.txt, or vocab.txt is there")
+            raise DataError(
+                f"{path} holds no tokenizer: none of {', '.join(NAMES[:2])}, vocab.json with merges.txt, or vocab.txt is there"
+            )
         return
     data.tokenizer_model = data.vocab_file = data.merge_file = None
     config = path.parent / CONFIG
     if path.suffix == ".txt":
-        data.tokenizer_type = "BertWordPieceLowerCase" if _lowers_case(config if config.exists() else None) else "BertWordPieceCase"
+        data.tokenizer_type = (
+            "BertWordPieceLowerCase" if _lowers_case(config if config.exists() else None) else "BertWordPieceCase"
+        )
         data.vocab_file = str(path)
         return
     data.tokenizer_model = str(path)
@@ -78,7 +82,9 @@ def name_path(data: DataConfig, path: Path) -> None:
 def _kind_of_model(config: Path | None) -> str:
     """Return the type of tokenizer for a .model file: whether texts begin with BOS is what the tokenizer_config.json beside it says."""
     document = _read_config(config)
-    if isinstance(document, dict) and document.get("add_bos_token", str(document.get("tokenizer_class")).startswith("LlamaTokenizer")):
+    if isinstance(document, dict) and document.get(
+        "add_bos_token", str(document.get("tokenizer_class")).startswith("LlamaTokenizer")
+    ):
         return "Llama2Tokenizer"
     return "SentencePieceTokenizer"
 

@@ -29,7 +29,9 @@ _KNOWN = {
     "cls": ("[CLS]", "<cls>"), "sep": ("[SEP]", "<sep>"), "mask": ("[MASK]", "<mask>", "<|mask|>"), "pad": ("[PAD]", "<pad>"),
 }  # fmt: skip
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACES_OF_BYTES = "\u0120\u010a\u0109\u010d"  # how byte-level vocabularies write a space, a newline, a tab and a carriage return
+_SPACES_OF_BYTES = (
+    "\u0120\u010a\u0109\u010d"  # how byte-level vocabularies write a space, a newline, a tab and a carriage return
+)
 _METASPACE = "\u2581"
 _ANY_TEXT = "a"
 
@@ -58,7 +60,10 @@ class _Wrapped(LibraryTokenizer):
         self.begin = self._template_front(tokenizer)
         if self.bos is None and len(self.begin) == 1:
             self.bos = self.begin[0]
-        vocab_size, fingerprint = max(ids.values()) + 1, hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents)
+        vocab_size, fingerprint = (
+            max(ids.values()) + 1,
+            hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents),
+        )
         super().__init__(tokenizer, vocab_size, fingerprint.hexdigest())
         self._begins, self._before_word = _word_tables(tokenizer, ids, vocab_size)
 
@@ -93,7 +98,9 @@ class HuggingFaceTokenizer(_Wrapped):
         from tokenizers import Tokenizer
 
         file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-        contents = read_bounded(file, MAX_BYTES, "--tokenizer-model needs a tokenizer.json, or the folder that holds one")
+        contents = read_bounded(
+            file, MAX_BYTES, "--tokenizer-model needs a tokenizer.json, or the folder that holds one"
+        )
         try:
             tokenizer = Tokenizer.from_str(contents.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception; a file that is not UTF-8 is not JSON either
@@ -137,7 +144,9 @@ def _vocabulary(data: bytes, path: str | Path) -> dict[str, int]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not JSON ({_short(error)}): --vocab-file needs GPT-2's vocab.json") from None
     if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 1 << 31 for i in vocab.values()):
-        raise DataError(f"{path}: must be one JSON object of pieces and their ids: --vocab-file needs GPT-2's vocab.json")
+        raise DataError(
+            f"{path}: must be one JSON object of pieces and their ids: --vocab-file needs GPT-2's vocab.json"
+        )
     if len(set(vocab.values())) != len(vocab):
         raise DataError(f"{path}: two pieces have the same id: --vocab-file needs GPT-2's vocab.json")
     return vocab
@@ -214,7 +223,11 @@ def _word_tables(tokenizer: Any, ids: Mapping[str, int], size: int) -> tuple[np.
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     begins, ends = np.zeros(size, bool), np.zeros(size, bool)
     for piece, i in ids.items():
-        text = piece.translate(_PLAIN) if in_bytes else _BYTE.sub(lambda match: chr(int(match[1], 16)), piece.replace(_METASPACE, " "))
+        text = (
+            piece.translate(_PLAIN)
+            if in_bytes
+            else _BYTE.sub(lambda match: chr(int(match[1], 16)), piece.replace(_METASPACE, " "))
+        )
         begins[i], ends[i] = text[:1].isspace() or i in special, text[-1:].isspace() or i in special
     return begins, ends
 

@@ -62,7 +62,9 @@ class Record(NamedTuple):
             or any(name not in _NAMES or not re.fullmatch("[0-9a-f]{64}", str(digest)) for name, digest in files.items())
             or (folder is not None and any(name not in files for name in _FIELDS_OF.get(kind, {}).values()))
         ):  # fmt: skip
-            raise CheckpointError("state.json: tokenizer must have type, fingerprint, folder and files with their SHA-256")
+            raise CheckpointError(
+                "state.json: tokenizer must have type, fingerprint, folder and files with their SHA-256"
+            )
         return cls(kind, fingerprint, folder, files)
 
 
@@ -79,7 +81,9 @@ def own_files(data: DataConfig) -> dict[str, Path]:
         return {}
     path = Path(data.tokenizer_model)
     folder, beside = (path, _BESIDE) if path.is_dir() else (path.parent, _BESIDE if path.name == FILE else _BESIDE_FILE)
-    return {FILE: path / FILE if path.is_dir() else path} | {name: folder / name for name in beside if (folder / name).is_file()}
+    return {FILE: path / FILE if path.is_dir() else path} | {
+        name: folder / name for name in beside if (folder / name).is_file()
+    }
 
 
 def keep(run_dir: Path, data: DataConfig, tokenizer: Tokenizer) -> Record:
@@ -89,9 +93,15 @@ def keep(run_dir: Path, data: DataConfig, tokenizer: Tokenizer) -> Record:
         DataError: a file cannot be read.
         OSError: the folder cannot be written; no partial folder remains.
     """
-    contents = {name: read_bounded(path, MAX_BYTES, "it is a part of the tokenizer") for name, path in own_files(data).items()}
+    contents = {
+        name: read_bounded(path, MAX_BYTES, "it is a part of the tokenizer") for name, path in own_files(data).items()
+    }
     kind = data.tokenizer_type or default_type(data, tokenizer.vocab_size) or ""
-    return _write(run_dir, Record(kind, tokenizer.fingerprint(), None, {n: _sha256(made) for n, made in contents.items()}), contents)
+    return _write(
+        run_dir,
+        Record(kind, tokenizer.fingerprint(), None, {n: _sha256(made) for n, made in contents.items()}),
+        contents,
+    )
 
 
 def record_of(folder: Path, kind: str, names: set[str]) -> Record:
@@ -116,7 +126,9 @@ def find(record: Record, step_dir: Path) -> Path | None:
     """
     if record.folder is None or not record.files:
         return None
-    copied = next((place / record.folder for place in _places(step_dir) if os.path.lexists(place / record.folder)), None)
+    copied = next(
+        (place / record.folder for place in _places(step_dir) if os.path.lexists(place / record.folder)), None
+    )
     if copied is not None and (problem := _problem(copied, record.files)) is not None:
         raise DataError(
             f"the run's own copy of its tokenizer is damaged: {problem}. Restore it, or delete the folder {copied} and name the tokenizer"
@@ -148,7 +160,9 @@ def take(data: DataConfig, record: Record | None, step_dir: Path) -> None:
                 f"the tokenizer that the training named is not there: {path}{'' if path.is_absolute() else f' (in {Path.cwd()})'}; the run"
                 f" keeps {'none of its own' if record is None else f'one in {FOLDER}/, which is gone, too'}: give it with --tokenizer-model"
             )
-        if wanted is not None and wanted != (now := _sha256(read_bounded(path, MAX_BYTES, "it is a part of the tokenizer"))):
+        if wanted is not None and wanted != (
+            now := _sha256(read_bounded(path, MAX_BYTES, "it is a part of the tokenizer"))
+        ):
             raise DataError(
                 f"{path} is not the file of the tokenizer that the run was trained with: SHA-256 {now}, it was {wanted}, and the run's own"
                 " copy is gone. Restore it, or give the right one with --tokenizer-model"
@@ -231,7 +245,9 @@ def _read_plain(path: Path) -> bytes:
                 raise DataError(f"{path} is not a plain file")
             return file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise DataError(f"{path} cannot be read{' (a symbolic link)' if path.is_symlink() else f': {error.strerror}'}") from None
+        raise DataError(
+            f"{path} cannot be read{' (a symbolic link)' if path.is_symlink() else f': {error.strerror}'}"
+        ) from None
 
 
 def _sha256(contents: bytes) -> str:

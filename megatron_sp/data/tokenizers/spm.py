@@ -49,19 +49,25 @@ class SentencePieceTokenizer:
         try:
             import sentencepiece
         except ImportError as error:
-            raise ConfigError(f"the sentencepiece package is needed to read {model}: pip install 'sentencepiece>=0.2.1'") from error
+            raise ConfigError(
+                f"the sentencepiece package is needed to read {model}: pip install 'sentencepiece>=0.2.1'"
+            ) from error
         contents = read_bounded(Path(model), MAX_BYTES, "--tokenizer-model needs a SentencePiece .model file")
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             loaded = self._processor.LoadFromSerializedProto(contents)
         except Exception as error:  # its errors are RuntimeError, OSError or its own, by version
-            raise DataError(f"{model}: not a SentencePiece model ({_first_line(error)}): give the .model file, not the .vocab") from error
+            raise DataError(
+                f"{model}: not a SentencePiece model ({_first_line(error)}): give the .model file, not the .vocab"
+            ) from error
         if not loaded or self._processor.GetPieceSize() < 1:
             raise DataError(f"{model}: not a SentencePiece model: give the .model file, not the .vocab")
         self.vocab_size: int = self._processor.GetPieceSize()
         self.eod = self._find_eod(model)
         self.bos = None if self._processor.bos_id() < 0 else int(self._processor.bos_id())
-        self.cls, self.sep, self.mask, self.pad = (self._find(f"[{n.upper()}]", f"<{n}>") for n in ("cls", "sep", "mask", "pad"))
+        self.cls, self.sep, self.mask, self.pad = (
+            self._find(f"[{n.upper()}]", f"<{n}>") for n in ("cls", "sep", "mask", "pad")
+        )
         self._begins, self._before_word = self._word_tables()
         self._fingerprint = hashlib.sha256(b"SentencePieceTokenizer " + contents).hexdigest()
 
@@ -74,7 +80,9 @@ class SentencePieceTokenizer:
         plain = [int(i) for i in ids]
         if plain and not (0 <= min(plain) and max(plain) < self.vocab_size):
             bad = next(i for i in plain if not 0 <= i < self.vocab_size)
-            raise DataError(f"token id {bad}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries")
+            raise DataError(
+                f"token id {bad}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries"
+            )
         text: str = self._processor.DecodeIds(plain)
         return text
 
@@ -138,7 +146,9 @@ class SentencePieceTokenizer:
         if eod is not None:
             return eod
         if self._processor.eos_id() < 0:
-            raise DataError(f"{model}: has neither an end-of-sentence id nor a piece {_EOD_PIECES[0]}, one of which must end a document")
+            raise DataError(
+                f"{model}: has neither an end-of-sentence id nor a piece {_EOD_PIECES[0]}, one of which must end a document"
+            )
         return int(self._processor.eos_id())
 
 
@@ -196,7 +206,9 @@ def _bpe(model: SentencePieceTokenizer, pieces: Sequence[tuple[str, float]]) -> 
 
     vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
     unknown = pieces[model.unknown][0]
-    converted = Tokenizer(models.BPE(vocab, _merges(vocab, pieces), unk_token=unknown, fuse_unk=True, byte_fallback=model.spells_bytes))
+    converted = Tokenizer(
+        models.BPE(vocab, _merges(vocab, pieces), unk_token=unknown, fuse_unk=True, byte_fallback=model.spells_bytes)
+    )
     _set_spaces(converted, in_front=model.encode_pieces("a")[:1] != ["a"])
     return converted
 

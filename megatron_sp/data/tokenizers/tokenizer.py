@@ -181,7 +181,9 @@ class LibraryTokenizer:
         plain = [int(i) for i in ids]
         bad = [i for i in plain if not 0 <= i < self.vocab_size]
         if bad:
-            raise DataError(f"token id {bad[0]}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries")
+            raise DataError(
+                f"token id {bad[0]}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries"
+            )
         text: str = self._tokenizer.decode(plain, skip_special_tokens=False)
         return text
 

@@ -61,11 +61,15 @@ def train_sentencepiece(
         DiskError: the file cannot be written.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
-        raise ConfigError(f"vocab_size ({vocab_size}) must be at least {_MIN_VOCAB_SIZE}: the 256 bytes alone take most of that")
+        raise ConfigError(
+            f"vocab_size ({vocab_size}) must be at least {_MIN_VOCAB_SIZE}: the 256 bytes alone take most of that"
+        )
     try:
         import sentencepiece
     except ImportError as error:
-        raise ConfigError("the sentencepiece package is needed to train a tokenizer: pip install 'sentencepiece>=0.2.1'") from error
+        raise ConfigError(
+            "the sentencepiece package is needed to train a tokenizer: pip install 'sentencepiece>=0.2.1'"
+        ) from error
     lines, num_text_bytes = _sample(texts, sample_bytes)
     buffer = io.BytesIO()
     try:
@@ -83,7 +87,11 @@ def train_sentencepiece(
 
 
 def train_wordpiece(
-    texts: Iterable[str], vocab_file: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES, lowercase: bool = True
+    texts: Iterable[str],
+    vocab_file: str | Path,
+    vocab_size: int,
+    sample_bytes: int = SAMPLE_BYTES,
+    lowercase: bool = True,
 ) -> TrainReport:
     """Train WordPiece on ``texts`` and write ``vocab_file``, atomically; the special tokens are its first lines.
 
@@ -95,7 +103,9 @@ def train_wordpiece(
         DataError: there is no text. DiskError: the file cannot be written.
     """
     if vocab_size < _MIN_WORDPIECES:
-        raise ConfigError(f"vocab_size ({vocab_size}) must be at least {_MIN_WORDPIECES}: five special tokens and some letters")
+        raise ConfigError(
+            f"vocab_size ({vocab_size}) must be at least {_MIN_WORDPIECES}: five special tokens and some letters"
+        )
     import_tokenizers()
     from tokenizers import trainers
 
@@ -119,7 +129,9 @@ def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], l
     # the ``most`` most frequent letters in order, and those of them that continue words
     words: Counter[str] = Counter()
     for line in lines:
-        words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)))
+        words.update(
+            word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line))
+        )
     count: Counter[str] = Counter()
     for word, times in words.items():
         for letter in word:
@@ -159,7 +171,9 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], int]:
 
 def _report(tokenizer: Tokenizer, lines: list[str], num_text_bytes: int) -> TrainReport:
     probe = "\n".join(lines[:: max(1, len(lines) // 5000)])
-    return TrainReport(tokenizer.vocab_size, _size_of(lines), num_text_bytes, len(probe.encode()) / len(tokenizer.encode(probe)))
+    return TrainReport(
+        tokenizer.vocab_size, _size_of(lines), num_text_bytes, len(probe.encode()) / len(tokenizer.encode(probe))
+    )
 
 
 def _size_of(lines: list[str]) -> int:
@@ -168,7 +182,9 @@ def _size_of(lines: list[str]) -> int:
 
 def _misfit(error: Exception, vocab_size: int, lines: list[str], num_text_bytes: int) -> DataError:
     size, said = _size_of(lines), str(error)
-    taken = f"{size:,} bytes of text" + (f" (of {num_text_bytes:,}; --sample-bytes takes more)" if size < num_text_bytes else "")
+    taken = f"{size:,} bytes of text" + (
+        f" (of {num_text_bytes:,}; --sample-bytes takes more)" if size < num_text_bytes else ""
+    )
     if match := re.search(r"too high \(\d+\).*<= (\d+)", said):
         return DataError(
             f"--vocab-size {vocab_size} is too large for {taken}: that has at most {match[1]} pieces; give --vocab-size {match[1]} or less,"

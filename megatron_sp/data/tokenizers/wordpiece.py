@@ -40,7 +40,9 @@ class BertWordPieceTokenizer(LibraryTokenizer):
     def __init__(self, vocab_file: str | Path, lowercase: bool) -> None:
         contents, vocab = _read(Path(vocab_file))
         super().__init__(
-            wordpiece_model(vocab, lowercase), len(vocab), hashlib.sha256(f"BertWordPiece {lowercase} ".encode() + contents).hexdigest()
+            wordpiece_model(vocab, lowercase),
+            len(vocab),
+            hashlib.sha256(f"BertWordPiece {lowercase} ".encode() + contents).hexdigest(),
         )
         self.cls, self.sep, self.mask, self.pad = (vocab.get(token) for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]"))
         self.eod: int = vocab[UNKNOWN] if self.sep is None else self.sep
@@ -56,9 +58,13 @@ def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
     import_tokenizers()
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    model = models.WordPiece(vocab, unk_token=UNKNOWN, max_input_chars_per_word=_MAX_WORD_CHARACTERS, continuing_subword_prefix=CONTINUES)
+    model = models.WordPiece(
+        vocab, unk_token=UNKNOWN, max_input_chars_per_word=_MAX_WORD_CHARACTERS, continuing_subword_prefix=CONTINUES
+    )
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lowercase
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
     tokenizer.add_special_tokens([token for token in SPECIAL if token in vocab])
@@ -70,14 +76,20 @@ def _read(path: Path) -> tuple[bytes, dict[str, int]]:
     try:
         lines = contents.decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 ({error}): --vocab-file needs BERT's vocab.txt, one piece per line") from error
+        raise DataError(
+            f"{path}: is not UTF-8 ({error}): --vocab-file needs BERT's vocab.txt, one piece per line"
+        ) from error
     vocab: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         piece = line.removesuffix("\r")
         if not piece or piece in vocab:
             what = f"'{piece}' is on line {vocab[piece] + 1} already" if piece else "is empty"
-            raise DataError(f"{path}:{number}: {what}: --vocab-file needs BERT's vocab.txt, one piece per line, each once")
+            raise DataError(
+                f"{path}:{number}: {what}: --vocab-file needs BERT's vocab.txt, one piece per line, each once"
+            )
         vocab[piece] = len(vocab)
     if UNKNOWN not in vocab:
-        raise DataError(f"{path}: has no line {UNKNOWN}, which stands for what no piece can spell: --vocab-file needs BERT's vocab.txt")
+        raise DataError(
+            f"{path}: has no line {UNKNOWN}, which stands for what no piece can spell: --vocab-file needs BERT's vocab.txt"
+        )
     return contents, vocab

@@ -83,7 +83,9 @@ class BertEvaluation:
     def _measure(self, number: int, sample: Callable[[int], Arrays], name: str, *, order: bool) -> Numbers:
         size = self.reading.batch_size
         results = run_batches(
-            -(-number // size), lambda i: self._batch([sample(k) for k in range(i * size, min(number, (i + 1) * size))]), self.team
+            -(-number // size),
+            lambda i: self._batch([sample(k) for k in range(i * size, min(number, (i + 1) * size))]),
+            self.team,
         )
         sums = [sum(column) for column in zip(*results, strict=True)]
         loss, count, hits = sums[:3]
@@ -110,7 +112,9 @@ class BertEvaluation:
             batch["tokens"], batch.get("types"), batch["labels"], batch["loss_mask"], order.to(device), context
         )  # fmt: skip
         terms = [output.masked, output.masked_hits, output.order, output.order_hits]
-        sums = torch.stack([torch.zeros((), dtype=torch.float64, device=device) if t is None else t.double() for t in terms])
+        sums = torch.stack(
+            [torch.zeros((), dtype=torch.float64, device=device) if t is None else t.double() for t in terms]
+        )
         layout = self.model.layout
         loss, hits, order_loss, order_hits = all_reduce(all_reduce(sums, layout.sp.group), layout.cp.group).tolist()
         return [loss, counted, hits, order_loss, order_hits]

@@ -45,7 +45,9 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}") from None
+        raise DataError(
+            f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}"
+        ) from None
 
 
 def read_documents(path: str | Path, limit: int | None = None) -> list[str]:
@@ -71,7 +73,9 @@ def read_last_words(path: str | Path, limit: int | None = None) -> list[LastWord
         text = _string(row, "text", where).rstrip()
         context, _, word = text.rpartition(" ")
         if not context.strip() or not word:
-            raise DataError(f"{where}: 'text' must have at least two words separated by spaces, the last of which is to be predicted")
+            raise DataError(
+                f"{where}: 'text' must have at least two words separated by spaces, the last of which is to be predicted"
+            )
         items.append(LastWord(context, " " + word, where))
     return items
 
@@ -81,10 +85,16 @@ def read_choices(path: str | Path, limit: int | None = None) -> list[Choices]:
     items = []
     for where, row in read_objects(path, limit):
         context, choices, answer = _string(row, "context", where), row.get("choices"), row.get("answer")
-        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
+        if (
+            not isinstance(choices, list)
+            or len(choices) < 2
+            or not all(isinstance(c, str) and c.strip() for c in choices)
+        ):
             raise DataError(f"{where}: 'choices' must be a list of at least two texts, not {_show(choices)}")
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
-            raise DataError(f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}, not {_show(answer)}")
+            raise DataError(
+                f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}, not {_show(answer)}"
+            )
         items.append(Choices(context, tuple(choices), answer, where))
     return items
 
@@ -118,7 +128,10 @@ def _string(row: dict[str, Any], field: str, where: str) -> str:
     value = row.get(field)
     if not isinstance(value, str):
         has = ", ".join(f"'{name}'" for name in list(row)[:8]) or "nothing"
-        raise DataError(f"{where}: '{field}' must be a text, not {_show(value)}" + ("" if field in row else f" (the line has {has})"))
+        raise DataError(
+            f"{where}: '{field}' must be a text, not {_show(value)}"
+            + ("" if field in row else f" (the line has {has})")
+        )
     return value
 
 
@@ -183,7 +196,10 @@ def clustered_stderr(sums: Sequence[float], counts: Sequence[int]) -> float | No
     if pieces < 2:
         return None
     mean = math.fsum(sums) / total
-    return math.sqrt(pieces / (pieces - 1) * math.fsum((s - n * mean) ** 2 for s, n in zip(sums, counts, strict=True))) / total
+    return (
+        math.sqrt(pieces / (pieces - 1) * math.fsum((s - n * mean) ** 2 for s, n in zip(sums, counts, strict=True)))
+        / total
+    )
 
 
 def safe_exp(value: float) -> float:

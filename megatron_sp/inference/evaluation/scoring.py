@@ -61,7 +61,9 @@ def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]
     for index in range(team.dp_rank, number, team.dp_size):
         own_results[index] = run(index)
         progress.at(index + 1)
-    all_results = team.gather([[index, result] for index, result in own_results.items()] if team.is_first_of_replica else [])
+    all_results = team.gather(
+        [[index, result] for index, result in own_results.items()] if team.is_first_of_replica else []
+    )
     by_index = {index: result for of_rank in all_results for index, result in of_rank}
     return [by_index[index] for index in range(number)]
 
@@ -81,7 +83,9 @@ def score_rows(model: GPTModel, rows: Sequence[ScoredTokens], batch_size: int, t
             scores[i] = RowScore(*score)
     bad = next((i for i, score in enumerate(scores) if score.loss != score.loss or score.loss == float("inf")), None)
     if bad is not None:
-        raise NumericsError(f"the loss of row {bad} is not finite: the weights are damaged, or overflow; try --dtype float32")
+        raise NumericsError(
+            f"the loss of row {bad} is not finite: the weights are damaged, or overflow; try --dtype float32"
+        )
     return scores
 
 
@@ -119,7 +123,9 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list
     """Encode texts. Raises DataError if there are no tokens at all, as some tokenizers drop what they do not know."""
     sequences = [tokenizer.encode(text) for text in texts]
     if not any(sequences):
-        raise DataError(f"{where}: the tokenizer has no token for any of it: is it the one that the model was trained with?")
+        raise DataError(
+            f"{where}: the tokenizer has no token for any of it: is it the one that the model was trained with?"
+        )
     return sequences
 
 
@@ -157,7 +163,9 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
         DataError: the text alone is too long, or has no tokens.
     """
     if not tokenizer.encode(text):  # nothing would be scored, or the context's last token
-        raise DataError(f"{where}: the tokenizer has no token for '{text[:40]}': leave the line out, or use the tokenizer of the training")
+        raise DataError(
+            f"{where}: the tokenizer has no token for '{text[:40]}': leave the line out, or use the tokenizer of the training"
+        )
     kept = context.rstrip()
     whole = tokenizer.encode(context + text)
     known = min(len(tokenizer.encode(kept)), len(whole) - 1) if kept else 0
@@ -165,6 +173,8 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
     whole, known = [*before, *whole], len(before) + known
     num_scored = len(whole) - known
     if num_scored > length:
-        raise DataError(f"{where}: '{text[:40]}...' has {num_scored} tokens, the model reads {length} at once: shorten it")
+        raise DataError(
+            f"{where}: '{text[:40]}...' has {num_scored} tokens, the model reads {length} at once: shorten it"
+        )
     whole = whole[-(length + 1) :]
     return ScoredTokens(whole, len(whole) - 1 - num_scored)

@@ -216,7 +216,11 @@ class Engine:
     def submit(self, spec: Completion, emit: Callable[[Event], None]) -> Job:
         """Queue a request. Raises ApiError: 429 if the queue is full; 503 if the server is shutting down or broken."""
         job = Job(spec, emit, time.monotonic() + self._timeout_s)
-        new = [Sequence(job, p, i * spec.n + s, s, self._tokenizer) for i, p in enumerate(spec.prompts) for s in range(spec.n)]
+        new = [
+            Sequence(job, p, i * spec.n + s, s, self._tokenizer)
+            for i, p in enumerate(spec.prompts)
+            for s in range(spec.n)
+        ]
         with self._changed:
             if self.broken or self._stopping or self._drain_until is not None:
                 raise _unavailable(self.broken)
@@ -272,7 +276,11 @@ class Engine:
 
     def _wait(self) -> None:
         with self._changed:
-            if not (self._waiting or self._running or self._stopping) and not self._changed.wait(_IDLE_S) and not self._stopping:
+            if (
+                not (self._waiting or self._running or self._stopping)
+                and not self._changed.wait(_IDLE_S)
+                and not self._stopping
+            ):
                 self._slots.idle()
 
     def _jobs(self) -> set[Job]:
@@ -331,7 +339,9 @@ class Engine:
         if not self._running:
             return
         logits = self._slots.step([sequence.tokens[-1] for sequence in self._running])
-        for row in range(len(self._running) - 1, -1, -1):  # backwards: a freed row is filled by the last, already handled
+        for row in range(
+            len(self._running) - 1, -1, -1
+        ):  # backwards: a freed row is filled by the last, already handled
             sequence = self._running[row]
             self._emit(sequence.job, sequence.next(logits[row]))
             if sequence.finished:
@@ -347,7 +357,9 @@ class Engine:
         print(f"error: {message}", file=sys.stderr, flush=True)
         if self._slots.has_followers:
             self.broken, self._stopping = f"the model failed: {message}", True
-        for job in {sequence.job for sequence in self._running} | ({self._reading} if self._reading is not None else set()):
+        for job in {sequence.job for sequence in self._running} | (
+            {self._reading} if self._reading is not None else set()
+        ):
             job.emit(ApiError(500, f"the model failed: {message}", code="model_error"))
             job.cancelled = True
         self._running.clear()

@@ -105,15 +105,26 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
         raise ApiError(400, f"'stop' must be a text, or a list of up to {_MOST_STOPS}, none of them empty", "stop")
     logprobs, stream = _number(body, "logprobs", None, 0, _MOST_LOGPROBS), _boolean(body, "stream")
     usage = {} if body.get("stream_options") is None else body["stream_options"]
-    if not isinstance(usage, dict) or set(usage) - {"include_usage"} or not isinstance(usage.get("include_usage", False), bool):
-        raise ApiError(400, "'stream_options' must be an object with the field 'include_usage', true or false", "stream_options")
+    if (
+        not isinstance(usage, dict)
+        or set(usage) - {"include_usage"}
+        or not isinstance(usage.get("include_usage", False), bool)
+    ):
+        raise ApiError(
+            400, "'stream_options' must be an object with the field 'include_usage', true or false", "stream_options"
+        )
     return Completion(prompts, max_tokens, sampling, n, stop, logprobs, echo, stream, usage.get("include_usage", False))
 
 
 def require_model(asked: Any, model_name: str) -> None:
     """Raise ApiError if a client asks for another model than this one."""
     if asked is not None and asked != model_name:
-        raise ApiError(404, f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'", "model", "model_not_found")
+        raise ApiError(
+            404,
+            f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'",
+            "model",
+            "model_not_found",
+        )
 
 
 def _number(body: dict[str, Any], name: str, default: float | None, low: int, high: int) -> Any:
@@ -143,9 +154,13 @@ def _max_tokens(asked: int | None, prompts: list[Prompt], limits: Limits, echo: 
             "prompt" if room < 0 else "max_tokens", "context_length_exceeded",
         )  # fmt: skip
     if asked is not None and asked > limits.max_tokens:
-        raise ApiError(400, f"'max_tokens' ({asked}) is above what this server allows ({limits.max_tokens})", "max_tokens")
+        raise ApiError(
+            400, f"'max_tokens' ({asked}) is above what this server allows ({limits.max_tokens})", "max_tokens"
+        )
     if asked == 0 and not echo:
-        raise ApiError(400, "'max_tokens' (0) generates nothing: that is for 'echo', which gives the prompt back", "max_tokens")
+        raise ApiError(
+            400, "'max_tokens' (0) generates nothing: that is for 'echo', which gives the prompt back", "max_tokens"
+        )
     return min(DEFAULT_MAX_TOKENS, room, limits.max_tokens) if asked is None else asked
 
 
@@ -159,7 +174,9 @@ def _prompts(value: Any, tokenizer: Tokenizer) -> list[Prompt]:
         lists = value if all(isinstance(part, list) and part for part in value) else [value]
         if all(isinstance(i, int) and not isinstance(i, bool) for ids in lists for i in ids):
             return [_of_ids(ids, tokenizer) for ids in lists]
-    raise ApiError(400, "'prompt' must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
+    raise ApiError(
+        400, "'prompt' must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt"
+    )
 
 
 def _of_text(text: str, tokenizer: Tokenizer) -> Prompt:

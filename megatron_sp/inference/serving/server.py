@@ -46,7 +46,9 @@ class Front:
     limits: Limits
     max_body_bytes: int
     api_key: str | None  # bearer token that clients must send; None: no authentication
-    loopback_only: bool  # reject other names than the loopback's in the Host header: against DNS rebinding by a web page
+    loopback_only: (
+        bool  # reject other names than the loopback's in the Host header: against DNS rebinding by a web page
+    )
 
 
 def build_app(front: Front) -> Any:
@@ -103,7 +105,9 @@ class _Handlers:
         answer = _Answer(spec, front.model_name)
         if spec.stream:
             stream = self._stream(job, events, answer)
-            return self._responses.StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return self._responses.StreamingResponse(
+                stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
         try:
             await self._collect(events, request, answer)
         finally:
@@ -157,7 +161,9 @@ class _Handlers:
 
     def _admit(self, request: Any) -> None:
         if self.front.loopback_only and request.url.hostname not in _LOOPBACK_NAMES:
-            raise ApiError(403, "this server answers to 127.0.0.1, localhost and ::1 only: start it with --host for others")
+            raise ApiError(
+                403, "this server answers to 127.0.0.1, localhost and ::1 only: start it with --host for others"
+            )
         if self.front.api_key is not None:
             sent = request.headers.get("authorization", "")
             if not hmac.compare_digest(sent.encode(), f"Bearer {self.front.api_key}".encode()):
@@ -167,7 +173,9 @@ class _Handlers:
     async def refused(self, request: Any, error: Exception) -> Any:
         assert isinstance(error, ApiError)
         again = {"Retry-After": "1"}
-        headers = {413: {"Connection": "close"}, 401: {"WWW-Authenticate": "Bearer"}, 429: again, 503: again}.get(error.status)
+        headers = {413: {"Connection": "close"}, 401: {"WWW-Authenticate": "Bearer"}, 429: again, 503: again}.get(
+            error.status
+        )
         return self._json(error.body(), status_code=error.status, headers=headers)
 
     async def no_such(self, request: Any, error: Any) -> Any:
@@ -225,7 +233,9 @@ def require_packages() -> None:
     """Raise ConfigError, with installation instructions, if starlette or uvicorn is not available."""
     lacking = [kernel.reason for name in ("starlette", "uvicorn") if not (kernel := availability.find(name)).available]
     if lacking:
-        raise ConfigError(f"serving needs two small packages: {'; '.join(lacking)}. Install them with: pip install starlette uvicorn")
+        raise ConfigError(
+            f"serving needs two small packages: {'; '.join(lacking)}. Install them with: pip install starlette uvicorn"
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -255,7 +265,9 @@ def open_socket(host: str, port: int) -> socket.socket:
         if bound is not None:
             bound.close()
         reason = error.strerror or error
-        raise ConfigError(f"--host {host} --port {port} cannot be used: {reason}; choose another port, or 0 for any") from None
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be used: {reason}; choose another port, or 0 for any"
+        ) from None
     return bound
 
 

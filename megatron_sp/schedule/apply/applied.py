@@ -55,9 +55,13 @@ class Applied:
         if tp.size() > 1:
             heads = getattr(getattr(self.model, "config", None), "num_attention_heads", None)
             require_named(result, partial(self._is_record_share, heads))
-            change_records(result, HEADS, lambda t: gather_from(t, tp, 1, "slice") if t.shape[1] * tp.size() == heads else t)
+            change_records(
+                result, HEADS, lambda t: gather_from(t, tp, 1, "slice") if t.shape[1] * tp.size() == heads else t
+            )
             dim, length = self.seq_dim, self.region.positions
-            change_records(result, HIDDEN, lambda t: gather_from(t, tp, dim, "slice") if t.shape[dim] * tp.size() == length else t)
+            change_records(
+                result, HIDDEN, lambda t: gather_from(t, tp, dim, "slice") if t.shape[dim] * tp.size() == length else t
+            )
         return result if self.ulysses is None else self.ulysses.complete(result)
 
     def _is_record_share(self, heads: int | None, t: Tensor) -> bool:

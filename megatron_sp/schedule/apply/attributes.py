@@ -17,7 +17,9 @@ def replace_modules(job: ApplyJob) -> None:
     """Put other modules in place, for ``replace`` lines. Raises ConfigError for the model itself."""
     for directive, path, module in list(job.each("replace")):
         if not path:
-            raise ConfigError(f"replace on the model itself ({directive.where}): begin the schedule of the other model instead")
+            raise ConfigError(
+                f"replace on the model itself ({directive.where}): begin the schedule of the other model instead"
+            )
         new = directive.args["new"]
         new = new if isinstance(new, nn.Module) else new(path, module)
         parent, _, last = path.rpartition(".")
@@ -68,7 +70,16 @@ def annotate_parameters(job: ApplyJob) -> None:
         setattr(parameter, key, directive.args.get("value"))
 
 
-COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "nheads", "heads")
+COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "nheads",
+    "heads",
+)
 WIDTHS = ("all_head_size", "inner_dim", "split_size")  # attributes that hold the width of all heads together
 
 Line = tuple[Directive, str, nn.Module]
@@ -81,17 +92,27 @@ def implied(model: nn.Module, lines: Iterable[Line], size: int) -> list[Directiv
     said = {(id(module), line.args["attribute"]) for line, _, module in known if line.do == "set"}
     for line, path, module in known:
         heads = line.args.get("heads")
-        if size == 1 or line.do not in ("shard", "column", "row") or not path or not isinstance(heads, int) or heads < 1:
+        if (
+            size == 1
+            or line.do not in ("shard", "column", "row")
+            or not path
+            or not isinstance(heads, int)
+            or heads < 1
+        ):
             continue
         around = path.rpartition(".")[0]
         for attribute, share in _shares(model.get_submodule(around), line, module, heads, size):
             key = id(model.get_submodule(around)), attribute
             if key not in said:
-                found.setdefault(key, Directive(around, "set", {"attribute": attribute, **share}, line.where, ("attribute",)))
+                found.setdefault(
+                    key, Directive(around, "set", {"attribute": attribute, **share}, line.where, ("attribute",))
+                )
     return list(found.values())
 
 
-def _shares(attention: nn.Module, line: Directive, module: nn.Module, heads: int, size: int) -> Iterator[tuple[str, dict[str, object]]]:
+def _shares(
+    attention: nn.Module, line: Directive, module: nn.Module, heads: int, size: int
+) -> Iterator[tuple[str, dict[str, object]]]:
     numbers = {name: value for name, value in vars(attention).items() if type(value) is int}
     few = bool(line.args.get("replicas")) and heads < size and size % heads == 0  # several ranks have the same head
     if heads % size and not few:
@@ -109,6 +130,12 @@ def _width(line: Directive, module: nn.Module) -> int:
     # the width of all heads: the layer's number of outputs, or that of each of its equal blocks; 0: unknown
     kind, blocks = find_kind(module), line.args.get("blocks")
     weight = None if kind is None else module._parameters.get(kind.main)
-    if kind is None or weight is None or line.do == "row" or not isinstance(blocks, (int, type(None))) or kind.main not in kind.out_dims:
+    if (
+        kind is None
+        or weight is None
+        or line.do == "row"
+        or not isinstance(blocks, (int, type(None)))
+        or kind.main not in kind.out_dims
+    ):
         return 0
     return int(weight.shape[kind.out_dims[kind.main]]) // (blocks or 1)

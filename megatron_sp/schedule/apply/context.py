@@ -62,7 +62,10 @@ class _NumberOfMask(Tensor):
 
 _SAME_MASK = (Tensor.to, Tensor.contiguous, Tensor.detach, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.bool)
 _PROPERTIES = (
-    *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda", "layout")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda", "layout")
+    ),
     Tensor.dim,
 )
 
@@ -152,12 +155,17 @@ class Context:
         window = length - first if causal and first > 0 else None
 
         def expected(rows: Tensor, keys: Tensor) -> Tensor:
-            return (keys <= rows) & (keys > rows - (window or length)) if causal else torch.ones_like(keys + rows, dtype=torch.bool)
+            return (
+                (keys <= rows) & (keys > rows - (window or length))
+                if causal
+                else torch.ones_like(keys + rows, dtype=torch.bool)
+            )
 
         back = window or 1
         beside = (0, 1, -1, -back + 1, -back, -back - 1)
         looked_at = torch.cat(
-            [every + distance for distance in beside] + [torch.zeros_like(every), every * 0 + length - 1, every * 7919], 1
+            [every + distance for distance in beside] + [torch.zeros_like(every), every * 0 + length - 1, every * 7919],
+            1,
         )
         looked_at = torch.where(looked_at < 0, 0, looked_at % length)
         of_all = self._looked_at(function, torch.arange(batch)[:, None, None], every, looked_at)
@@ -196,7 +204,9 @@ class Context:
         lengths = tuple((seen[:, -1].int() * (keys + 1)).amax(1).tolist())  # keys of the last query
         real = keys < torch.tensor(lengths)[:, None, None]
         if not bool((seen == (real & (keys <= rows) if causal else real.expand_as(seen))).all()):
-            raise ConfigError(self._not_known("has a window or documents, or padding before the tokens, inside of enter= and leave="))
+            raise ConfigError(
+                self._not_known("has a window or documents, or padding before the tokens, inside of enter= and leave=")
+            )
         return RowMask(cut.padded, causal, lengths=lengths)
 
     # attention
@@ -218,7 +228,9 @@ class Context:
         found = context_attention(queries, kv, plan, self.cp, _kernel_for(queries), batch=b)
         return found.out.view(length, b, n, d).transpose(0, 1)
 
-    def _require_plain(self, name: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, more: Mapping[str, Any]) -> None:
+    def _require_plain(
+        self, name: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, more: Mapping[str, Any]
+    ) -> None:
         if k.shape[2] != q.shape[2] or v.shape[-1] != q.shape[-1]:
             raise ConfigError(
                 f"{name}: queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} are of two sequences, or of two widths,"

@@ -75,14 +75,20 @@ class OpTrace(TorchFunctionMode):
             if found is None:
                 self._refuse(f"does what cannot be followed to its {_WORDS[part]}")
             if more := found - own:
-                self._refuse(f"does this to its {_WORDS[part]}, and no exchange may start before that: {', '.join(more)}")
+                self._refuse(
+                    f"does this to its {_WORDS[part]}, and no exchange may start before that: {', '.join(more)}"
+                )
             if own - found:
                 self._refuse(f"does not rotate its {_WORDS[part]}, though it is given angles (position_embeddings)")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(f"overlap_qkv: between projections and attention {self.path} {what}; leave overlap_qkv out ({self.where})")
+        raise ConfigError(
+            f"overlap_qkv: between projections and attention {self.path} {what}; leave overlap_qkv out ({self.where})"
+        )
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [t for t in tensors_of(result).values() if t.is_floating_point()]
@@ -97,7 +103,9 @@ class OpTrace(TorchFunctionMode):
         return result
 
 
-def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor]) -> str | None:
+def _told(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor]
+) -> str | None:
     # a function, with the numbers passed to it, as text; None if it only moves values
     name = func.__name__ if func.__name__ != "__get__" else getattr(func.__self__, "__name__", "")
     name = name.strip("_")
@@ -129,7 +137,9 @@ class EarlyExchanges:
 
     def __init__(self, model: nn.Module, group: Group, where: str, *, only_looks: bool = False) -> None:
         self.group, self.where, self.only_looks = group, where, only_looks
-        self._passages: WeakKeyDictionary[nn.Module, OpTrace] = WeakKeyDictionary()  # running modules that have not reached their attention
+        self._passages: WeakKeyDictionary[nn.Module, OpTrace] = (
+            WeakKeyDictionary()
+        )  # running modules that have not reached their attention
         self._known: WeakSet[nn.Module] = WeakSet()
         self._away: WeakKeyDictionary[nn.Module, dict[str, tuple[EarlyExchange, Tensor]]] = WeakKeyDictionary()
         for path, names, size in projecting(model, where):
@@ -161,7 +171,9 @@ class EarlyExchanges:
         """Return q, k and v of some heads and all positions, padding included: [b, n/sp, s, d]."""
         away, self._away[module] = self._away[module], {}
         if len(away) != 3:
-            raise RuntimeError(f"{type(module).__name__} reached its attention with {', '.join(away) or 'nothing'} of q, k, v on its way")
+            raise RuntimeError(
+                f"{type(module).__name__} reached its attention with {', '.join(away) or 'nothing'} of q, k, v on its way"
+            )
         return tuple(_joined(flight.land(token)) for flight, token in (away[part] for part in "qkv"))
 
     def _rotated(self, path: str, module: nn.Module, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
@@ -215,7 +227,9 @@ class EarlyExchanges:
             return hook
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(lambda *_: self._end(module) and None, always_call=True)  # if it fails before its attention
+        module.register_forward_hook(
+            lambda *_: self._end(module) and None, always_call=True
+        )  # if it fails before its attention
         for part, name in zip("qkv", names, strict=True):
             getattr(module, name).register_forward_hook(launch(part))
 
@@ -223,7 +237,10 @@ class EarlyExchanges:
 def projecting(model: nn.Module, where: str) -> list[tuple[str, tuple[str, ...], int]]:
     found: list[tuple[str, tuple[str, ...], int]] = []
     for path, module in model.named_modules():
-        names = next((names for names in PROJECTIONS if all(isinstance(getattr(module, n, None), nn.Module) for n in names)), None)
+        names = next(
+            (names for names in PROJECTIONS if all(isinstance(getattr(module, n, None), nn.Module) for n in names)),
+            None,
+        )
         if names is not None:
             found.append((path, names, _width(path, module, where)))
     if not found:
@@ -244,7 +261,9 @@ def _width(path: str, module: nn.Module, where: str) -> int:
         )
     size = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
     if not isinstance(size, int):
-        raise ConfigError(f"overlap_qkv: {path} does not say how wide its heads are (head_dim): leave overlap_qkv out ({where})")
+        raise ConfigError(
+            f"overlap_qkv: {path} does not say how wide its heads are (head_dim): leave overlap_qkv out ({where})"
+        )
     return size
 
 

@@ -70,9 +70,13 @@ def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[
         if job.tp_size == 1:
             continue
         scatter = make_change({"mode": "fwd_pre", "op": "scatter"}, job.tp, job.seq_dim, path, line.where)
-        change_input(module, path, line.args.get("arg"), partial(_enter_region, length, job.seq_dim, scatter), line.where)
+        change_input(
+            module, path, line.args.get("arg"), partial(_enter_region, length, job.seq_dim, scatter), line.where
+        )
         leave = job.model.get_submodule(expand(job.model, line.args["leave"])[0])
-        change_output(leave, line.args["leave"], None, lambda x: gather_from(x, job.tp, job.seq_dim, "slice"), line.where)
+        change_output(
+            leave, line.args["leave"], None, lambda x: gather_from(x, job.tp, job.seq_dim, "slice"), line.where
+        )
         for inside in _modules_inside(job.model, line, path):
             for name, parameter in job.model.get_submodule(inside).named_parameters(prefix=inside):
                 if name not in plan.splits:

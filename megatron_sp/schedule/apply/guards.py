@@ -37,10 +37,14 @@ def require_whole(model: nn.Module) -> None:
 def mark(model: nn.Module) -> None:
     """Mark a model as split, and refuse to copy it."""
     for module in model.modules():
-        if not any((module._parameters, module._buffers, module._modules, module._forward_pre_hooks, module._forward_hooks)):
+        if not any(
+            (module._parameters, module._buffers, module._modules, module._forward_pre_hooks, module._forward_hooks)
+        ):
             continue
         module.__dict__[_SPLIT] = True
-        module.__dict__["__deepcopy__"] = partial(_refuse, f"{type(module).__name__} has been split, and cannot be copied: {_COPY}")
+        module.__dict__["__deepcopy__"] = partial(
+            _refuse, f"{type(module).__name__} has been split, and cannot be copied: {_COPY}"
+        )
 
 
 def guard_shares(model: nn.Module) -> None:
@@ -89,7 +93,10 @@ class _Before:
         for module, attributes, registries in zip(self.modules, self.attributes, self.registries, strict=True):
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            for registry, contents in registries:  # the same objects, so that handles of hooks registered earlier still remove them
+            for (
+                registry,
+                contents,
+            ) in registries:  # the same objects, so that handles of hooks registered earlier still remove them
                 _fill(registry, contents)
         for parameter in self.parameters:
             parameter.put_back()
@@ -97,7 +104,11 @@ class _Before:
 
 
 def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(value, value.copy()) for value in attributes.values() if isinstance(value, (dict, list, set)) and hasattr(value, "copy")]
+    return [
+        (value, value.copy())
+        for value in attributes.values()
+        if isinstance(value, (dict, list, set)) and hasattr(value, "copy")
+    ]
 
 
 def _fill(container: Any, contents: Any) -> None:

@@ -26,7 +26,9 @@ _OPERANDS = ("query", "key", "value", "attention_mask")
 class Exchanges(Protocol):
     """Interface of what a split model does around its attention and its masks."""
 
-    def attend(self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+    def attend(
+        self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any
+    ) -> Any:
         """Compute the attention of a module."""
 
     def mask(self, function: Callable[..., Any], **more: Any) -> Any:
@@ -121,7 +123,9 @@ def one_sequence_a_row() -> Iterator[None]:
         (masking, "find_packed_sequence_indices", lambda position_ids: None),
         (getattr(models, "PreTrainedModel", None), "warn_if_padding_and_no_attention_mask", lambda *_: None),
     )
-    before = [(holder, name, getattr(holder, name), instead) for holder, name, instead in places if hasattr(holder, name)]
+    before = [
+        (holder, name, getattr(holder, name), instead) for holder, name, instead in places if hasattr(holder, name)
+    ]
     for holder, name, _, instead in before:
         setattr(holder, name, instead)
     try:

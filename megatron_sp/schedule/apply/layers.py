@@ -82,7 +82,9 @@ def _split_by_outputs(job: ApplyJob, whole: WholeModel, layer: _Layer) -> None:
     copies = asked and layer.args.get("input", "copy") == "copy" and not kind.by_channel
     gathers = bool(layer.args.get("gather"))
     if gathers and layer.split.copies > 1:
-        raise ConfigError(f"{layer.path}: gather joins every rank's heads, and here several ranks have the same ones: leave gather out")
+        raise ConfigError(
+            f"{layer.path}: gather joins every rank's heads, and here several ranks have the same ones: leave gather out"
+        )
     if is_matrix(module, kind) and (asked or gathers):
         module.forward = column(module, kind, job.tp, copies=copies, gathers=gathers)  # type: ignore[method-assign]
     elif copies or gathers:
@@ -104,7 +106,9 @@ def _split_by_inputs(job: ApplyJob, layer: _Layer) -> set[str]:
         module.forward = row(module, kind, job.tp, reduce, axis, path, where)  # type: ignore[method-assign]
     else:
         module.forward = other_row(module, kind, job.tp, reduce, axis)  # type: ignore[method-assign]
-    return {joined(path, "bias")} if reduce == "reduce_scatter" and has_bias else set()  # each rank adds it to a share of the result
+    return (
+        {joined(path, "bias")} if reduce == "reduce_scatter" and has_bias else set()
+    )  # each rank adds it to a share of the result
 
 
 def _reduction(job: ApplyJob, layer: _Layer) -> tuple[Any, int | None]:
@@ -143,7 +147,9 @@ def _called_as(module: nn.Module) -> Callable[[Forward], Forward]:
             given = (*args, *(value for value in kwargs.values() if value is not None))
             if len(given) != 1:
                 more = ", ".join(kwargs) or f"{len(given)} inputs"
-                raise ConfigError(f"a {type(module).__name__} that is split takes its input alone, not {more}: leave it whole")
+                raise ConfigError(
+                    f"a {type(module).__name__} that is split takes its input alone, not {more}: leave it whole"
+                )
             return forward(given[0])
 
         return called
@@ -207,7 +213,9 @@ def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int, pat
         if reduce == "all_reduce":
             return split_row(x, weight, bias, group)
         if not -x.ndim <= axis < x.ndim:
-            raise ConfigError(f"{path}: axis {axis} of {list(x.shape)}, along which row scatters, does not exist ({where}, E13)")
+            raise ConfigError(
+                f"{path}: axis {axis} of {list(x.shape)}, along which row scatters, does not exist ({where}, E13)"
+            )
         y = reduce_scatter_to(split_row(x, weight, None, None), group, axis)
         return y if bias is None else y + _bias_of(y, bias, group, axis, -1)
 
@@ -230,7 +238,11 @@ def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: in
         y = product(module, x)
         y = reduce_from(y, group) if reduce == "all_reduce" else reduce_scatter_to(y, group, axis)
         bias = module._parameters.get("bias")
-        return y if bias is None else y + _bias_of(y, bias, group, axis if reduce == "reduce_scatter" else None, kind.out_axis)
+        return (
+            y
+            if bias is None
+            else y + _bias_of(y, bias, group, axis if reduce == "reduce_scatter" else None, kind.out_axis)
+        )
 
     return forward
 

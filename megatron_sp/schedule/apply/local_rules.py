@@ -68,7 +68,9 @@ class Lines:
     def sums_elsewhere(self) -> bool:
         # whether some sync sums before a split part, not around it (at a norm, say); only a run shows what it reaches
         for directive, path, _ in self.of("sync"):
-            inside = any(by_outputs(d, m) for d, p, m in self.each if p == path or p.startswith(f"{path}." if path else ""))
+            inside = any(
+                by_outputs(d, m) for d, p, m in self.each if p == path or p.startswith(f"{path}." if path else "")
+            )
             if is_sync(directive) and not inside and _sums(directive.args):
                 return True
         return False
@@ -84,7 +86,12 @@ def is_sync(directive: Directive) -> bool:
 def _sums(args: dict[str, Any]) -> bool:
     # whether a sync sums in backward; a user's function is assumed to
     op = args["op"]
-    return callable(op) or op == "copy" or args["mode"] == "bwd_post" or (op == "all_gather" and args.get("grad") != "slice")
+    return (
+        callable(op)
+        or op == "copy"
+        or args["mode"] == "bwd_post"
+        or (op == "all_gather" and args.get("grad") != "slice")
+    )
 
 
 def by_outputs(directive: Directive, module: nn.Module) -> bool:
@@ -96,7 +103,12 @@ def by_outputs(directive: Directive, module: nn.Module) -> bool:
         return directive.args.get("input", "copy") == "prepared"
     axis = directive.args.get("axis", 0)
     ndim = getattr(getattr(module, directive.args.get("tensor", ""), None), "ndim", 0)
-    return directive.do == "shard" and directive.args["tensor"] == kind.main and ndim > 0 and axis % ndim == kind.out_dims.get(kind.main)
+    return (
+        directive.do == "shard"
+        and directive.args["tensor"] == kind.main
+        and ndim > 0
+        and axis % ndim == kind.out_dims.get(kind.main)
+    )
 
 
 Problem = Iterator[str]
@@ -153,13 +165,22 @@ def _sums_all_inputs(lines: Lines, path: str, module: nn.Module) -> bool:
 
 def _forgets_bias(lines: Lines, directive: Directive, path: str, module: nn.Module) -> bool:
     has = module._parameters.get("bias") is not None
-    return directive.do == "shard" and has and not any(d.do == "shard" and d.args["tensor"] == "bias" for d in lines.at[path])
+    return (
+        directive.do == "shard"
+        and has
+        and not any(d.do == "shard" and d.args["tensor"] == "bias" for d in lines.at[path])
+    )
 
 
 def doubled_inputs(lines: Lines) -> Problem:
     # E5: a sync sums a gradient that every layer inside has already summed
     for directive, path, _ in lines.of("sync"):
-        if not is_sync(directive) or directive.args["mode"] == "fwd_post" or not _sums(directive.args) or callable(directive.args["op"]):
+        if (
+            not is_sync(directive)
+            or directive.args["mode"] == "fwd_post"
+            or not _sums(directive.args)
+            or callable(directive.args["op"])
+        ):
             continue
         inside = [(d, p) for d, p, m in lines.of("column", "shard") if p == path or p.startswith(f"{path}.")]
         copies = [(d, p) for d, p in inside if d.do == "column" and d.args.get("input", "copy") == "copy"]
@@ -189,7 +210,10 @@ def same_sync(lines: Lines) -> Problem:
 
 def reductions(lines: Lines) -> Problem:
     """E3: a layer is split by its inputs, and no line makes the sum; E5: two make it."""
-    later = any(is_sync(d) and d.args["op"] in ("all_reduce", "reduce_scatter") and d.args["mode"] == "fwd_pre" for d in lines.directives)
+    later = any(
+        is_sync(d) and d.args["op"] in ("all_reduce", "reduce_scatter") and d.args["mode"] == "fwd_pre"
+        for d in lines.directives
+    )
     for directive, path, module in lines.of("shard", "row"):
         kind = find_kind(module)
         if kind is None or kind.product is None:
@@ -202,7 +226,11 @@ def reductions(lines: Lines) -> Problem:
                 yield f"{path} sums over the ranks itself (row at {directive.where}) and again in {again_at}: leave one out (E5)"
             continue
         weight = getattr(module, kind.main, None)
-        if directive.args["tensor"] != kind.main or weight is None or directive.args["axis"] % weight.ndim != kind.in_dims.get(kind.main):
+        if (
+            directive.args["tensor"] != kind.main
+            or weight is None
+            or directive.args["axis"] % weight.ndim != kind.in_dims.get(kind.main)
+        ):
             continue
         has_bias = module._parameters.get("bias") is not None  # apply() reports the bias, which is worse
         if not behind and not later and not lines.has_hooks and not has_bias:
@@ -217,7 +245,13 @@ def packed(lines: Lines) -> Problem:
     for directive, path, module in lines.of("shard", "column"):
         kind = find_kind(module)
         weight = None if kind is None else getattr(module, kind.main, None)
-        if kind is None or kind.product is None or weight is None or weight.ndim != 2 or directive.args.get("blocks") is not None:
+        if (
+            kind is None
+            or kind.product is None
+            or weight is None
+            or weight.ndim != 2
+            or directive.args.get("blocks") is not None
+        ):
             continue
         dims = [found.get(kind.main, -1) for found in (kind.out_dims, kind.in_dims)]
         if -1 in dims or (directive.do == "shard" and directive.args["axis"] % weight.ndim != dims[0]):
@@ -250,7 +284,11 @@ def heads(lines: Lines) -> Problem:
     """E2: the ranks cannot share the heads evenly."""
     for directive, path, module in lines.of("shard", "column"):
         counts = _heads_around(lines.model, path, module)
-        if any(d.args.get("replicas") for d, p, _ in lines.of("shard", "column") if p.rpartition(".")[0] == path.rpartition(".")[0]):
+        if any(
+            d.args.get("replicas")
+            for d, p, _ in lines.of("shard", "column")
+            if p.rpartition(".")[0] == path.rpartition(".")[0]
+        ):
             counts.pop("num_key_value_heads", None)  # there, fewer heads than ranks are fine
         both = gcd(*counts.values()) if counts else 0
         if counts and both % lines.size:
@@ -282,7 +320,10 @@ def regions(lines: Lines) -> Problem:
             yield f"sequence() enters at one module and leaves at one, not at {d.on!r} and {d.args['leave']!r} ({d.where}, E10)"
     if not sequence and not scatters:
         for d, path, _ in lines.of("sync"):
-            scattered = any(r.args.get("reduce") == "reduce_scatter" or r.args.get("op") == "reduce_scatter" for r in lines.directives)
+            scattered = any(
+                r.args.get("reduce") == "reduce_scatter" or r.args.get("op") == "reduce_scatter"
+                for r in lines.directives
+            )
             if (
                 is_sync(d)
                 and d.args["op"] == "all_gather"
@@ -302,14 +343,21 @@ def regions(lines: Lines) -> Problem:
 
 def _any_column_outside(lines: Lines, path: str) -> bool:
     # whether some layer outside of ``path`` leaves a share of its outputs
-    return any(d.do in ("column", "shard") and not p.startswith(f"{path}.") and not d.args.get("gather") for d, p, _ in lines.each)
+    return any(
+        d.do in ("column", "shard") and not p.startswith(f"{path}.") and not d.args.get("gather")
+        for d, p, _ in lines.each
+    )
 
 
 def owners(lines: Lines) -> Problem:
     """E16: parameters inside a region between ranks, which no line mentions."""
     said = {"shard", "column", "row", "vocab_parallel", "sum_gradients", "replace"}
     for directive, root, module in lines.of("sync"):
-        if not is_sync(directive) or directive.args["mode"] != "fwd_pre" or directive.args["op"] not in ("copy", "all_gather"):
+        if (
+            not is_sync(directive)
+            or directive.args["mode"] != "fwd_pre"
+            or directive.args["op"] not in ("copy", "all_gather")
+        ):
             continue
         if not any(d.do in _SPLITS for d, p, _ in lines.each if p == root or p.startswith(f"{root}.")):
             continue
@@ -353,7 +401,11 @@ def cut_over(lines: Lines) -> Problem:
             axis: str = d.args["axis"]
             lines.mesh.group(axis)
             why = "have different parameters, whose gradients nobody sums over them"
-            why = {"dp": "have batches of their own", "cp": "are those of context()", "sp": "are those of ulysses()"}.get(axis, why)
+            why = {
+                "dp": "have batches of their own",
+                "cp": "are those of context()",
+                "sp": "are those of ulysses()",
+            }.get(axis, why)
             yield f"{_called(lines)}: {do} cuts sequences over {axis}, whose ranks {why}: leave axis out, it is {own} ({d.where}, E10)"
 
 
@@ -366,7 +418,9 @@ def spoken_of(lines: Lines) -> Problem:
             f" summed over them, {size} times too large: deal sequences with .context(), or give these ranks to dp (E5)"
         )
     size = lines.mesh.sp.size()
-    if size > 1 and not any(d.do in ("ulysses", "hook") or (d.do == "sync" and d.args.get("over") == "sp") for d in lines.directives):
+    if size > 1 and not any(
+        d.do in ("ulysses", "hook") or (d.do == "sync" and d.args.get("over") == "sp") for d in lines.directives
+    ):
         yield (
             f"{_called(lines)}: no line cuts anything over sp ({size}), so its ranks compute the same, and the gradients of parameters are"
             f" summed over them, {size} times too large: cut sequences with .ulysses(), or give these ranks to dp (E5)"

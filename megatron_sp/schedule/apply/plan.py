@@ -11,7 +11,16 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.schedule.apply.splits import Split, SplitRequest, cannot, check_tied, collect, make_split, names_of, tensor_of
+from megatron_sp.schedule.apply.splits import (
+    Split,
+    SplitRequest,
+    cannot,
+    check_tied,
+    collect,
+    make_split,
+    names_of,
+    tensor_of,
+)
 from megatron_sp.schedule.core.directives import Directive, expand
 from megatron_sp.schedule.core.kinds import Kind, computes_as_known, find_kind, kind_of
 from megatron_sp.schedule.core.mesh import Mesh
@@ -76,7 +85,12 @@ def plan_splits(job: ApplyJob) -> SplitPlan:
 def sync_args(job: ApplyJob, plan: SplitPlan, line: Directive, path: str, module: nn.Module) -> dict[str, Any]:
     """Return the arguments of a sync; after an embedding split by words, which has summed already, reduce_scatter becomes scatter."""
     args = line.args
-    if args["mode"] != "fwd_post" or not isinstance(module, nn.Embedding) or job.tp_size == 1 or not plan.sums_itself(path, module):
+    if (
+        args["mode"] != "fwd_post"
+        or not isinstance(module, nn.Embedding)
+        or job.tp_size == 1
+        or not plan.sums_itself(path, module)
+    ):
         return args
     if args["op"] == "all_gather":
         raise ConfigError(
@@ -97,7 +111,12 @@ def _requested(job: ApplyJob) -> Iterator[Split]:
 def _request(line: Directive, axis: int) -> SplitRequest:
     args = line.args
     return SplitRequest(
-        axis, args.get("blocks"), args.get("heads"), bool(args.get("replicas")), padded=line.do == "vocab_parallel", where=line.where
+        axis,
+        args.get("blocks"),
+        args.get("heads"),
+        bool(args.get("replicas")),
+        padded=line.do == "vocab_parallel",
+        where=line.where,
     )
 
 
@@ -121,7 +140,9 @@ def _dims(line: Directive, path: str, module: nn.Module, kind: Kind) -> dict[str
     is_head = kind.product is not None and kind.main == "weight" and getattr(main, "ndim", 0) == 2
     if not is_table and not is_head:
         name = type(module).__name__
-        raise ConfigError(f"{path} is a {name}: vocab_parallel is for an embedding, or the layer over the vocabulary ({line.where})")
+        raise ConfigError(
+            f"{path} is a {name}: vocab_parallel is for an embedding, or the layer over the vocabulary ({line.where})"
+        )
     return kind.in_dims if is_table else kind.out_dims
 
 
@@ -223,7 +244,9 @@ def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
 def require_splittable(path: str, module: nn.Module, name: str, axis: int, size: int, where: str) -> None:
     tensor, kind, full = tensor_of(module, name), find_kind(module), f"{path}.{name}" if path else name
     if tensor is not None and is_lazy(tensor):
-        raise ConfigError(f"{full} has no shape before the model has run: call it with a batch first, then schedule ({where})")
+        raise ConfigError(
+            f"{full} has no shape before the model has run: call it with a batch first, then schedule ({where})"
+        )
     if kind is None or tensor is None or not -tensor.ndim <= axis < tensor.ndim:
         return
     if kind.refusal is not None:
@@ -248,11 +271,16 @@ def _require_plain_table(full: str, module: nn.Embedding | nn.EmbeddingBag, dim:
         wrong += [name for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)]
     if wrong:
         options = " and ".join(wrong)
-        raise ConfigError(f"{full} cannot be split along axis {dim} with {options}: leave the table whole, or that out ({where})")
+        raise ConfigError(
+            f"{full} cannot be split along axis {dim} with {options}: leave the table whole, or that out ({where})"
+        )
 
 
 def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
-    name, extra = type(module).__name__, [n for n, p in module._parameters.items() if p is not None and n not in (kind.main, "bias")]
+    name, extra = (
+        type(module).__name__,
+        [n for n, p in module._parameters.items() if p is not None and n not in (kind.main, "bias")],
+    )
     way = "split it by its outputs, or leave it whole"
     if not computes_as_known(module):
         raise ConfigError(
@@ -261,10 +289,14 @@ def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
         )
     if extra:
         more = ", ".join(extra)
-        raise ConfigError(f"{path} is a {name} with {more} beside {kind.main} and bias, which has no place after the sum: {way} ({where})")
+        raise ConfigError(
+            f"{path} is a {name} with {more} beside {kind.main} and bias, which has no place after the sum: {way} ({where})"
+        )
 
 
-def require_axis(change: Callable[[Tensor], Tensor], axis: int, split: int, path: str, where: str) -> Callable[[Tensor], Tensor]:
+def require_axis(
+    change: Callable[[Tensor], Tensor], axis: int, split: int, path: str, where: str
+) -> Callable[[Tensor], Tensor]:
     """Wrap ``change`` for a tensor split along ``split``: a call raises ConfigError if it would be joined along another axis (E10)."""
 
     def checked(x: Tensor) -> Tensor:

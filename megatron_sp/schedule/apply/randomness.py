@@ -22,7 +22,16 @@ from megatron_sp.parallel.regions import KeptResults
 from megatron_sp.utils.errors import ConfigError
 
 _LIMIT = 2**63 - 1
-_DRAWS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "bernoulli", "bernoulli_"}
+_DRAWS = {
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "bernoulli",
+    "bernoulli_",
+}
 
 
 class Streams:

@@ -28,7 +28,12 @@ class Split:
     copies: int = 1  # number of consecutive ranks that have the same head, if there are fewer heads than ranks
 
     def same_as(self, other: Split) -> bool:
-        return (self.dim, self.blocks, self.padded, self.copies) == (other.dim, other.blocks, other.padded, other.copies)
+        return (self.dim, self.blocks, self.padded, self.copies) == (
+            other.dim,
+            other.blocks,
+            other.padded,
+            other.copies,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,13 @@ def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str)
         return [rows]
     if isinstance(blocks, int) and blocks > rows:  # checked before a list of that length is created
         raise ConfigError(f"{name} has {rows} rows along the axis, which cannot be {blocks} blocks ({where})")
-    parts = [rows // blocks] * blocks if isinstance(blocks, int) and blocks > 0 else list(blocks) if not isinstance(blocks, int) else []
+    parts = (
+        [rows // blocks] * blocks
+        if isinstance(blocks, int) and blocks > 0
+        else list(blocks)
+        if not isinstance(blocks, int)
+        else []
+    )
     if sum(parts) != rows or not parts:
         raise ConfigError(f"{name} has {rows} rows along the axis, blocks={blocks} makes {sum(parts)} ({where})")
     return parts
@@ -93,7 +104,9 @@ def collect(splits: Iterable[Split]) -> dict[str, Split]:
         before = found.get(split.name)
         if before is not None:
             how = "in the same way" if before.same_as(split) else f"along {before.dim} and along {split.dim}"
-            raise ConfigError(f"{split.name} is split twice, {how}: at {before.where} and at {split.where}; leave one out (E10)")
+            raise ConfigError(
+                f"{split.name} is split twice, {how}: at {before.where} and at {split.where}; leave one out (E10)"
+            )
         found[split.name] = split
     return found
 
@@ -112,9 +125,16 @@ def check_tied(model: nn.Module, splits: Mapping[str, Split]) -> None:
         chosen = {name: splits.get(name) for name in names}
         first = chosen[names[0]]
         for name, split in chosen.items():
-            if (split is None) != (first is None) or (split is not None and first is not None and not split.same_as(first)):
-                one, other = (f"{n} is {'split along ' + str(s.dim) if s else 'not split'}" for n, s in ((names[0], first), (name, split)))
-                raise ConfigError(f"{names[0]} and {name} are one tied parameter, but {one} and {other}: treat both alike (E9)")
+            if (split is None) != (first is None) or (
+                split is not None and first is not None and not split.same_as(first)
+            ):
+                one, other = (
+                    f"{n} is {'split along ' + str(s.dim) if s else 'not split'}"
+                    for n, s in ((names[0], first), (name, split))
+                )
+                raise ConfigError(
+                    f"{names[0]} and {name} are one tied parameter, but {one} and {other}: treat both alike (E9)"
+                )
 
 
 def spec_of(split: Split, shape: tuple[int, ...], group: Group) -> ShardSpec:
@@ -141,7 +161,9 @@ def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
     if split.padded:
         each = -(-whole.shape[split.dim] // size)
         missing = each - part.shape[split.dim]
-        part = torch.cat([part, part.new_zeros([*part.shape[: split.dim], missing, *part.shape[split.dim + 1 :]])], split.dim)
+        part = torch.cat(
+            [part, part.new_zeros([*part.shape[: split.dim], missing, *part.shape[split.dim + 1 :]])], split.dim
+        )
     return part.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -161,7 +183,9 @@ def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
     """Return a parameter with other contents that is otherwise like the old one, including attributes and hooks."""
     new = nn.Parameter(part, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
-    new._backward_hooks = old._backward_hooks  # the same dicts, so that handles of hooks registered earlier still remove them
+    new._backward_hooks = (
+        old._backward_hooks
+    )  # the same dicts, so that handles of hooks registered earlier still remove them
     if (after := getattr(old, "_post_accumulate_grad_hooks", None)) is not None:
         new._post_accumulate_grad_hooks = after
     return new
@@ -187,7 +211,11 @@ def split_tensors(model: nn.Module, splits: Mapping[str, Split], group: Group) -
 
 
 def shard_specs(
-    model: nn.Module, splits: Mapping[str, Split], shapes: Mapping[str, tuple[int, ...]], partial: Collection[str], group: Group
+    model: nn.Module,
+    splits: Mapping[str, Split],
+    shapes: Mapping[str, tuple[int, ...]],
+    partial: Collection[str],
+    group: Group,
 ) -> dict[str, ShardSpec]:
     """Return the specs of all parameters, and of split buffers, by first name.
 

@@ -47,9 +47,20 @@ from megatron_sp.utils.errors import ConfigError
 
 LAYOUTS = {"bshd": (1, 2), "bhsd": (2, 1), "sbhd": (0, 2)}  # (seq, head)
 _IGNORED = -100
-_INPUTS = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "position_ids": None, "labels": _IGNORED, "shift_labels": _IGNORED}
+_INPUTS = {
+    "input_ids": 0,
+    "inputs_embeds": 0,
+    "token_type_ids": 0,
+    "position_ids": None,
+    "labels": _IGNORED,
+    "shift_labels": _IGNORED,
+}
 _OF_BLOCKS = ("position_embeddings", "position_ids", "cache_position")
-_PER_HEAD = ("position_bias", "s_aux", "head_mask")  # arguments of an attention with a dim of heads, which are not exchanged
+_PER_HEAD = (
+    "position_bias",
+    "s_aux",
+    "head_mask",
+)  # arguments of an attention with a dim of heads, which are not exchanged
 
 
 class Ulysses:
@@ -106,7 +117,9 @@ class Ulysses:
             self._require_one_sequence()
             hf_attention.take_over(self.model, self)
             if args.get("overlap_qkv"):
-                self._early = early.EarlyExchanges(self.model, self.group, self.where, only_looks=bool(args.get("only_looks")))
+                self._early = early.EarlyExchanges(
+                    self.model, self.group, self.where, only_looks=bool(args.get("only_looks"))
+                )
         else:
             raise ConfigError(
                 f"{type(self.model).__name__} is not a model of transformers, so specify where its attention is: core=, the modules that"
@@ -117,7 +130,9 @@ class Ulysses:
         name, instead = type(self.model).__name__, f"give the ranks of {self._axes} to tp or dp ({self.where})"
         config: Any = self.model.config
         if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError(f"{name} has an encoder and a decoder, two sequences of which each has its own length: {instead}")
+            raise ConfigError(
+                f"{name} has an encoder and a decoder, two sequences of which each has its own length: {instead}"
+            )
         if not hf_attention.looks_up_attention(self.model):
             raise ConfigError(
                 f"{name} does not look its attention up in transformers' table but computes it itself, so no exchange can stand around it:"
@@ -126,7 +141,9 @@ class Ulysses:
 
     def _refuse_neighbours(self, paths: list[str]) -> None:
         """Raise ConfigError if something beside attention mixes positions in a transformers model: a convolution, or a recurrent layer."""
-        for path, module in ((p, m) for top in paths for p, m in self.model.get_submodule(top).named_modules(prefix=top)):
+        for path, module in (
+            (p, m) for top in paths for p, m in self.model.get_submodule(top).named_modules(prefix=top)
+        ):
             wide = isinstance(module, _ConvNd) and any(n > 1 for n in module.kernel_size)
             if self._hugging_face and (wide or isinstance(module, nn.RNNBase)):
                 raise ConfigError(
@@ -160,7 +177,9 @@ class Ulysses:
             change_input(module, path, args.get(name, name), partial(enter, is_query=name == "q"), self.where)
         change_output(module, path, args.get("out"), leave, self.where)
 
-    def attend(self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+    def attend(
+        self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any
+    ) -> Any:
         """Compute a transformers attention function on [b, n, s, d] with exchanges around it; see ``hf_attention.Exchanges``."""
         name = f"{self._paths.get(id(module), '')} ({type(module).__name__})".lstrip()
         cut = self._current(name)
@@ -205,7 +224,9 @@ class Ulysses:
 
     def _current(self, name: str = "attention") -> Cut:
         if self.cut is None and self._is_region:
-            raise ConfigError(f"{name} runs before the module where sequences are cut: enter= must be the first block ({self.where}, E10)")
+            raise ConfigError(
+                f"{name} runs before the module where sequences are cut: enter= must be the first block ({self.where}, E10)"
+            )
         if self.cut is None:
             raise RuntimeError(f"{name} ran outside of the model's forward pass: call the model itself")
         return self.cut
@@ -222,7 +243,9 @@ class Ulysses:
 
         def enter(x: Tensor) -> Tensor:
             self._begin(x.shape[dim], "the sequence")
-            return self._current().take(x, dim)  # backward: each rank has its positions' gradient, and they are summed as parameters' are
+            return self._current().take(
+                x, dim
+            )  # backward: each rank has its positions' gradient, and they are summed as parameters' are
 
         def leave(x: Tensor) -> Tensor:
             cut = self._current(last)
@@ -245,7 +268,9 @@ class Ulysses:
             self.model.register_forward_pre_hook(_without_cache, with_kwargs=True)
         self.model.register_forward_hook(self._end_region, always_call=True)
 
-    def _cut_inputs_of_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _cut_inputs_of_block(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         cut = self._current(f"{self._paths.get(id(module), '')} ({type(module).__name__})")
 
         def taken(value: Any) -> Any:
@@ -293,7 +318,12 @@ class Ulysses:
 
     def _refuse_whole_sequences(self) -> None:
         found = next(
-            (n for n, m in self.model.named_modules() if n.rpartition(".")[2] in ("pooler", "score", "classifier", "qa_outputs")), None
+            (
+                n
+                for n, m in self.model.named_modules()
+                if n.rpartition(".")[2] in ("pooler", "score", "classifier", "qa_outputs")
+            ),
+            None,
         )
         if found is not None and "TokenClassification" not in type(self.model).__name__:
             raise ConfigError(
@@ -301,14 +331,20 @@ class Ulysses:
                 f" enter= (the first block) and leave= (the norm or block after which they are whole again) ({self.where})"
             )
 
-    def _begin_hugging_face(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _begin_hugging_face(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         names = parameter_names(model)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if value is not None}
         first = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(first, Tensor):
-            raise ConfigError("the model was called without input_ids and without inputs_embeds: there is nothing to cut over sp")
-        generating = [name for name in ("past_key_values", "logits_to_keep") if name in given and not _is_zero(given[name])]
+            raise ConfigError(
+                "the model was called without input_ids and without inputs_embeds: there is nothing to cut over sp"
+            )
+        generating = [
+            name for name in ("past_key_values", "logits_to_keep") if name in given and not _is_zero(given[name])
+        ]
         if generating:
             raise ConfigError(
                 f"{type(model).__name__} was given {', '.join(generating)}, as generate() does: it continues whole sequences, and each rank"
@@ -321,7 +357,10 @@ class Ulysses:
             )
         self._packed = _documents(given.get("position_ids")) if _looks_for_documents(model, given) else None
         cut = self._begin(
-            first.shape[1], "input_ids" if "input_ids" in given else "inputs_embeds", given.get("attention_mask"), first.shape[0]
+            first.shape[1],
+            "input_ids" if "input_ids" in given else "inputs_embeds",
+            given.get("attention_mask"),
+            first.shape[0],
         )
         said = "position_ids" in given
         given.setdefault("position_ids", global_positions(model, first, given.get("attention_mask")))
@@ -334,7 +373,9 @@ class Ulysses:
             given = {name: value for name, value in given.items() if name in names}
         self._prepare_loss(given)
         hf_attention.running(self)
-        return (), {n: cut.take(v, 1, _INPUTS[n]) if n in _INPUTS and isinstance(v, Tensor) else v for n, v in given.items()}
+        return (), {
+            n: cut.take(v, 1, _INPUTS[n]) if n in _INPUTS and isinstance(v, Tensor) else v for n, v in given.items()
+        }
 
     def _prepare_loss(self, given: dict[str, Any]) -> None:
         self._weight: Tensor | None = None
@@ -352,12 +393,16 @@ class Ulysses:
                 f" mean over labelled positions), or cut sequences inside the model, with enter= and leave= ({self.where})"
             )
 
-    def _begin_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _begin_inputs(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         names = parameter_names(model)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         missing = [name for name in self.inputs if not isinstance(given.get(name), Tensor)]
         if missing:
-            raise ConfigError(f"the model was called without {', '.join(missing)}, which are to be cut over sp ({self.where})")
+            raise ConfigError(
+                f"the model was called without {', '.join(missing)}, which are to be cut over sp ({self.where})"
+            )
         first = given[self.inputs[0]]
         cut = self._begin(first.shape[self.seq_dim], self.inputs[0])
         if self._positions is not None and given.get(self._positions) is None:
@@ -413,9 +458,15 @@ class Ulysses:
         def whole(t: Tensor) -> Tensor:
             return cut.whole(t, dim, self.group, self.cp, "slice") if t.ndim > dim and t.shape[dim] == cut.local else t
 
-        if self._is_region:  # only what was recorded inside is not whole; its gradients are divided where the model ends
+        if (
+            self._is_region
+        ):  # only what was recorded inside is not whole; its gradients are divided where the model ends
             grad: GatherGrad = "reduce_scatter"
-            change_records(result, HIDDEN, lambda t: cut.whole(t, dim, self.group, self.cp, grad) if t.shape[dim] == cut.local else t)
+            change_records(
+                result,
+                HIDDEN,
+                lambda t: cut.whole(t, dim, self.group, self.cp, grad) if t.shape[dim] == cut.local else t,
+            )
             return result
         heads = {name: result[name] for name in names_in(result, HEADS)}
         for name in heads:
@@ -498,7 +549,9 @@ def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind 
         raise ConfigError(f"loss must be next_token or per_token, not {said!r} ({where})")
     name, of_type = type(model).__name__, getattr(model, "loss_type", None)
     if said == "next_token" and of_type == "ForMaskedLM":
-        raise ConfigError(f"{name} makes a mean over its labels, each of its own token, and not of the next: leave loss out ({where}, E3)")
+        raise ConfigError(
+            f"{name} makes a mean over its labels, each of its own token, and not of the next: leave loss out ({where}, E3)"
+        )
     if said is not None:
         return said
     if of_type == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel")):

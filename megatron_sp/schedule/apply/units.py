@@ -48,7 +48,11 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
         if not isinstance(module, _LISTS) or any(path.startswith(f"{block}.") for block in found):
             continue
         items = [(f"{path}.{name}" if path else name, item) for name, item in module.named_children()]
-        if len(items) > 1 and _is_of_blocks([item for _, item in items]) and all(any(True for _ in i.parameters()) for _, i in items):
+        if (
+            len(items) > 1
+            and _is_of_blocks([item for _, item in items])
+            and all(any(True for _ in i.parameters()) for _, i in items)
+        ):
             found += [name for name, _ in items]
     return found
 
@@ -56,7 +60,9 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
 def _is_of_blocks(items: list[nn.Module]) -> bool:
     """Return whether modules are of one class, or all of classes that transformers calls layers: attention here, a state space there."""
     layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
-    return len({type(item) for item in items}) == 1 or (layer is not None and all(isinstance(item, layer) for item in items))
+    return len({type(item) for item in items}) == 1 or (
+        layer is not None and all(isinstance(item, layer) for item in items)
+    )
 
 
 def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
@@ -129,12 +135,16 @@ class UnitHooks:
             _at_gradient(result, lambda: self._needed(0))
 
     def _before(self, index: int) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        def hook(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             if self.events is None:
                 return None
             self.events.before_use(index)
             self._keep_places(index)
-            return _first_changed(args, kwargs, lambda x: _Passed.apply(x, lambda: self._done(index)), lambda: self._opened(index))
+            return _first_changed(
+                args, kwargs, lambda x: _Passed.apply(x, lambda: self._done(index)), lambda: self._opened(index)
+            )
 
         return hook
 
@@ -185,7 +195,9 @@ class _BufferView:
         if self.like.numel() == 0:
             self.keeper.hooks._needed(self.keeper.index)
         where = self.like.data
-        return torch.empty(0, dtype=where.dtype, device=where.device).set_(where.untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
+        return torch.empty(0, dtype=where.dtype, device=where.device).set_(
+            where.untyped_storage(), self.offset, self.shape, self.stride
+        )  # type: ignore[call-overload,no-any-return]
 
 
 class _Keeper:

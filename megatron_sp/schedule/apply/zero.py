@@ -53,13 +53,18 @@ class ZeroTraining:
         ConfigError: an unknown stage or optimizer.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardSpec], args: Mapping[str, Any], where: str) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardSpec], args: Mapping[str, Any], where: str
+    ) -> None:
         stage, self.config = read(args, where)
         self.micro_batches = int(args.get("micro_batches", 1))
         blocks = find_blocks(model, args.get("blocks"))
         names = {id(p): name for name, p in model.named_parameters()}
         self.mesh, sharding, parts = mesh, Zero(stage, mesh.dp_sp), units_of(model, blocks)
-        self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, sharding.of(u.alike)) for u in parts]
+        self.units = [
+            FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, sharding.of(u.alike))
+            for u in parts
+        ]
         pools = pools_of([u.alike for u in parts], 2, tied=True)
         self.weights = WholeWeights(self.units, pools=pools, order=order_of(len(blocks), backward=True))
         self.gradients = FlatGradients(self.units, mesh.dp_sp, tp=mesh.tp)
@@ -80,7 +85,9 @@ class ZeroTraining:
     def backward(self, loss: Tensor) -> None:
         """Run backward for one micro-batch; in the step's last one, gradients are reduced as soon as they are complete."""
         if self._seen == self.micro_batches:
-            raise RuntimeError(f"a step has {self.micro_batches} micro-batches: call step(), or schedule .zero(micro_batches=...)")
+            raise RuntimeError(
+                f"a step has {self.micro_batches} micro-batches: call step(), or schedule .zero(micro_batches=...)"
+            )
         self._seen += 1
         if self._seen == self.micro_batches:
             self.gradients.last_micro_batch()
@@ -104,7 +111,9 @@ class ZeroTraining:
         """Clip the gradients and update the parameters; returns the gradient norm."""
         lr = self.config.lr if lr is None else lr
         if lr is None:
-            raise ConfigError("no learning rate: give step(lr=...), or schedule .zero(optimizer=OptimizerConfig(lr=...))")
+            raise ConfigError(
+                "no learning rate: give step(lr=...), or schedule .zero(optimizer=OptimizerConfig(lr=...))"
+            )
         norm = self.grad_norm()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.optimizer.step(lr, decay, norm, updated=self.weights.refresh)
@@ -165,7 +174,9 @@ def _config(given: Any, where: str) -> OptimizerConfig:
         known = set(vars(OptimizerConfig()))
         unknown = sorted(set(given) - known)
         if unknown:
-            raise ConfigError(f"zero: the optimizer has no {', '.join(unknown)}: it has {', '.join(sorted(known))} ({where})")
+            raise ConfigError(
+                f"zero: the optimizer has no {', '.join(unknown)}: it has {', '.join(sorted(known))} ({where})"
+            )
         for field in fields(OptimizerConfig):
             if field.name in given and "float" in str(field.type):
                 _require_number(field.name, given[field.name], field.metadata["low"] or 0, where)

@@ -94,7 +94,9 @@ def _token_regex(token: str) -> str:
     if token == "**":
         return r"[^.]+(?:\.[^.]+)*"
     parts = re.split(r"\{([^}]*)\}", token)  # outside and inside of braces, in turn
-    return "".join(f"(?:{'|'.join(map(_regex, part.split(',')))})" if i % 2 else _names(part) for i, part in enumerate(parts))
+    return "".join(
+        f"(?:{'|'.join(map(_regex, part.split(',')))})" if i % 2 else _names(part) for i, part in enumerate(parts)
+    )
 
 
 def _names(text: str) -> str:
@@ -110,7 +112,9 @@ def _explain(paths: Iterable[str], glob: str) -> str:
         parents = [path for path in known if pattern.fullmatch(path)]
         if parents:
             break
-    children = list(dict.fromkeys(_child(path, parent) for parent in parents[:1] for path in known if _child(path, parent)))
+    children = list(
+        dict.fromkeys(_child(path, parent) for parent in parents[:1] for path in known if _child(path, parent))
+    )
     near = difflib.get_close_matches(tokens[length], children, 3, 0.5)
     where = f"{parents[0] or 'the model'} has {', '.join(children[:12]) or 'no modules inside'}{', ...' if len(children) > 12 else ''}"
     hint = f"; did you mean {' or '.join(near)}?" if near else ""

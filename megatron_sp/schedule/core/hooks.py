@@ -16,7 +16,9 @@ from megatron_sp.utils.errors import ConfigError
 Change = Callable[[Tensor], Tensor]
 
 
-def change_input(module: nn.Module, path: str, arg: str | int | None, change: Change, where: str, *, first: bool = False) -> None:
+def change_input(
+    module: nn.Module, path: str, arg: str | int | None, change: Change, where: str, *, first: bool = False
+) -> None:
     """Register a hook that applies ``change`` to one input of a module."""
     names = parameter_names(module)
     place, name = _place(names, path, arg, where, module)
@@ -26,7 +28,9 @@ def change_input(module: nn.Module, path: str, arg: str | int | None, change: Ch
             return args, {**kwargs, name: _changed(kwargs[name], change, path, name)}
         if place is not None and place < len(args):
             return (*args[:place], _changed(args[place], change, path, name or str(place)), *args[place + 1 :]), kwargs
-        raise ConfigError(f"{path} was called without {name or f'input {place}'}, on which ranks must talk ({where}): give it by name")
+        raise ConfigError(
+            f"{path} was called without {name or f'input {place}'}, on which ranks must talk ({where}): give it by name"
+        )
 
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
 
@@ -61,13 +65,23 @@ def _with_changed(result: Any, out: int | str | None, change: Change, path: str,
         if key in result:
             result[key] = _changed(result[key], change, path, key)
             return result
-    found = list(result) if isinstance(result, dict) else f"{len(result)} outputs" if isinstance(result, (tuple, list)) else "one output"
-    raise ConfigError(f"{path} has no output {out!r}, but {found} of type {type(result).__name__}: give out= ({where}, E13)")
+    found = (
+        list(result)
+        if isinstance(result, dict)
+        else f"{len(result)} outputs"
+        if isinstance(result, (tuple, list))
+        else "one output"
+    )
+    raise ConfigError(
+        f"{path} has no output {out!r}, but {found} of type {type(result).__name__}: give out= ({where}, E13)"
+    )
 
 
 def _changed(value: Any, change: Change, path: str, name: str) -> Any:
     if not isinstance(value, Tensor):
-        raise ConfigError(f"{path}: {name} is a {type(value).__name__}, and ranks can talk about a tensor only: give arg= or out= (E13)")
+        raise ConfigError(
+            f"{path}: {name} is a {type(value).__name__}, and ranks can talk about a tensor only: give arg= or out= (E13)"
+        )
     return change(value)
 
 
@@ -80,15 +94,21 @@ def parameter_names(module: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def _place(names: list[str], path: str, arg: str | int | None, where: str, module: nn.Module) -> tuple[int | None, str | None]:
+def _place(
+    names: list[str], path: str, arg: str | int | None, where: str, module: nn.Module
+) -> tuple[int | None, str | None]:
     # (index, name) of an input; either may be None if the signature does not give it
     if arg is None or isinstance(arg, int):
         place = arg or 0
         if names and place >= len(names):
-            raise ConfigError(f"{path} has no input {place}: {type(module).__name__}.forward takes {', '.join(names)} ({where}, E13)")
+            raise ConfigError(
+                f"{path} has no input {place}: {type(module).__name__}.forward takes {', '.join(names)} ({where}, E13)"
+            )
         return place, names[place] if names else None
     if names and arg not in names:
-        raise ConfigError(f"{path} has no input {arg!r}: {type(module).__name__}.forward takes {', '.join(names)} ({where}, E13)")
+        raise ConfigError(
+            f"{path} has no input {arg!r}: {type(module).__name__}.forward takes {', '.join(names)} ({where}, E13)"
+        )
     return (names.index(arg) if arg in names else None), arg
 
 
@@ -128,7 +148,9 @@ def own_exchange(x: Tensor, group: Group, function: Callable[[Tensor, Group], Te
     return function(x, group)
 
 
-def _explained(change: Callable[[Tensor], Tensor], op: str, path: str, where: str, dim: int | None) -> Callable[[Tensor], Tensor]:
+def _explained(
+    change: Callable[[Tensor], Tensor], op: str, path: str, where: str, dim: int | None
+) -> Callable[[Tensor], Tensor]:
     def changed(x: Tensor) -> Tensor:
         if dim is not None and not -x.ndim <= dim < x.ndim:
             raise ConfigError(f"{op} at {path}: axis {dim} of {list(x.shape)} does not exist ({where}, E13)")
@@ -137,6 +159,8 @@ def _explained(change: Callable[[Tensor], Tensor], op: str, path: str, where: st
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(f"{op} at {path}: {error}; pad the batch, or choose another number of ranks ({where}, E12)") from None
+            raise ConfigError(
+                f"{op} at {path}: {error}; pad the batch, or choose another number of ranks ({where}, E12)"
+            ) from None
 
     return changed

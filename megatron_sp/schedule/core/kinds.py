@@ -71,17 +71,26 @@ def _convolution(module: nn.Module, x: Tensor) -> Tensor:
 def _transposed(module: nn.Module, x: Tensor) -> Tensor:
     assert isinstance(module, _ConvTransposeNd) and isinstance(module.weight, Tensor)
     run: Callable[..., Tensor] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[module.weight.ndim - 3]
-    return run(x, module.weight, None, module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+    return run(
+        x, module.weight, None, module.stride, module.padding, module.output_padding, module.groups, module.dilation
+    )
 
 
 def _conv(dims: int, out: int = 0) -> Kind:
     product = _transposed if out else _convolution
-    return Kind({"weight": out, "bias": 0}, {"weight": 1 - out}, "out_channels", "in_channels", product, out_axis=-1 - dims)
+    return Kind(
+        {"weight": out, "bias": 0}, {"weight": 1 - out}, "out_channels", "in_channels", product, out_axis=-1 - dims
+    )
 
 
 def _grouped(module: _ConvNd) -> Kind:
     # the kind of a grouped convolution: each rank has some of the groups, with their channels
-    return Kind({"weight": 0, "bias": 0}, inputs=0, divided=("groups", "in_channels", "out_channels"), out_axis=1 - module.weight.ndim)
+    return Kind(
+        {"weight": 0, "bias": 0},
+        inputs=0,
+        divided=("groups", "in_channels", "out_channels"),
+        out_axis=1 - module.weight.ndim,
+    )
 
 
 _NORM = (
@@ -100,7 +109,9 @@ _RECURRENT = (
     "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single layers in its place"
     " with .replace()"
 )
-_NORM_BY_CHANNEL = Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0, out_axis=1)
+_NORM_BY_CHANNEL = Kind(
+    {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0, out_axis=1
+)
 _KINDS: dict[type, Kind] = {
     nn.Linear: Kind({"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear),
     nn.Bilinear: Kind({"weight": 0, "bias": 0}, out_attribute="out_features", inputs=2),
@@ -119,7 +130,9 @@ _KINDS: dict[type, Kind] = {
     _InstanceNorm: _NORM_BY_CHANNEL,
     nn.RNNBase: Kind(refusal=_RECURRENT),
     nn.MultiheadAttention: Kind(refusal=_ATTENTION),
-    NonDynamicallyQuantizableLinear: Kind(refusal=f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"),
+    NonDynamicallyQuantizableLinear: Kind(
+        refusal=f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"
+    ),
 }
 _BY_NAME: dict[str, Kind] = {  # classes of packages that may not be installed
     "transformers.pytorch_utils.Conv1D": Kind({"weight": 1, "bias": 0}, {"weight": 0}, "nf", "nx", _conv1d),

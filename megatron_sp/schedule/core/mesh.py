@@ -59,7 +59,12 @@ class Mesh:
                 raise ConfigError(f"{name} ({size}) must be at least 1")
         replicas = dp * cp * sp
         return cls(
-            imagined(tp, tp_rank), imagined(sp, sp_rank), imagined(dp), imagined(replicas, sp_rank), imagined(replicas * tp), imagined(cp)
+            imagined(tp, tp_rank),
+            imagined(sp, sp_rank),
+            imagined(dp),
+            imagined(replicas, sp_rank),
+            imagined(replicas * tp),
+            imagined(cp),
         )
 
     def group(self, axis: str) -> Group:

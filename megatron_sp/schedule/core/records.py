@@ -22,7 +22,9 @@ def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of a nested result, by path."""
     if isinstance(result, Tensor):
         return {prefix or "result": result}
-    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    items: Any = (
+        result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    )
     if is_dataclass(result) and not isinstance(result, (dict, type)):
         items = ((place.name, getattr(result, place.name)) for place in fields(result))
     found: dict[str, Tensor] = {}
@@ -42,7 +44,11 @@ def change_records(result: Any, names: tuple[str, ...], change: Callable[[Tensor
     """Apply ``change`` to the tensors under these names of a transformers result; a plain tuple has no names and is left as it is."""
     for name in names_in(result, names):
         value = result[name]
-        result[name] = change(value) if isinstance(value, Tensor) else tuple(change(t) if isinstance(t, Tensor) else t for t in value)
+        result[name] = (
+            change(value)
+            if isinstance(value, Tensor)
+            else tuple(change(t) if isinstance(t, Tensor) else t for t in value)
+        )
 
 
 def names_in(result: Any, names: tuple[str, ...]) -> Iterator[str]:

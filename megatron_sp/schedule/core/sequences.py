@@ -94,7 +94,9 @@ def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
         x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
     if cut.shares:
         x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in cut.shares[cut.cp_rank]], dim)
-    return x.narrow(dim, cut.rank * cut.local, cut.local).contiguous()  # a copy, since models may hold views of their inputs
+    return x.narrow(
+        dim, cut.rank * cut.local, cut.local
+    ).contiguous()  # a copy, since models may hold views of their inputs
 
 
 def in_order(x: Tensor, cut: Cut, dim: int) -> Tensor:

@@ -7,7 +7,19 @@
 To add a family, decorate a function that writes its lines with ``@register_preset("its model_type")``.
 """
 
-from megatron_sp.schedule.presets.families import bert, clip, falcon, gpt2, gpt_neox, llama, modernbert, opt, t5, vit, whisper
+from megatron_sp.schedule.presets.families import (
+    bert,
+    clip,
+    falcon,
+    gpt2,
+    gpt_neox,
+    llama,
+    modernbert,
+    opt,
+    t5,
+    vit,
+    whisper,
+)
 from megatron_sp.schedule.presets.hf_plan import from_hf_plan
 from megatron_sp.schedule.presets.registry import Blocks, auto, families, register_preset
 

@@ -64,7 +64,9 @@ def gpt_neox(s: Schedule, seq: bool) -> Blocks:
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
 
     s[f"{blocks}.attention"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.attention.query_key_value"].column(input="prepared", blocks=1, heads=config.num_attention_heads)  # cut between heads
+    s[f"{blocks}.attention.query_key_value"].column(
+        input="prepared", blocks=1, heads=config.num_attention_heads
+    )  # cut between heads
     s[f"{blocks}.attention.dense"].row(leave)
 
     s[f"{blocks}.mlp"].sync("fwd_pre", enter)
@@ -224,7 +226,9 @@ def whisper(s: Schedule, seq: bool) -> Blocks:
     layers = f"{base_of(s)}{stacks[0] if len(stacks) == 1 else '{encoder,decoder}'}.layers.*"
     attention = f"{layers}.{'self_attn' if stacks == ['encoder'] else '{self_attn,encoder_attn}'}"
     if len(stacks) == 2:
-        attention = f"{base_of(s)}{{encoder.layers.*.self_attn,decoder.layers.*.self_attn,decoder.layers.*.encoder_attn}}"
+        attention = (
+            f"{base_of(s)}{{encoder.layers.*.self_attn,decoder.layers.*.self_attn,decoder.layers.*.encoder_attn}}"
+        )
         if seq:
             s.sequence(f"{base_of(s)}encoder.layers.0", f"{base_of(s)}encoder.layer_norm")
     differ(s, layers, attention, seq=seq)
@@ -284,7 +288,9 @@ def vit(s: Schedule, seq: bool) -> Blocks:
 
 
 def require_even(config: Any, tp: int) -> None:
-    image, patch = (tuple(n) if isinstance(n, (tuple, list)) else (n, n) for n in (config.image_size, config.patch_size))
+    image, patch = (
+        tuple(n) if isinstance(n, (tuple, list)) else (n, n) for n in (config.image_size, config.patch_size)
+    )
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if (patches + 1) % tp:
         raise ConfigError(
@@ -306,7 +312,9 @@ def clip(s: Schedule, seq: bool) -> Blocks:
             f"CLIP has text and images, two sequences of which each has its own length, and Ulysses (sp {sp}) cuts one: give these ranks"
             " to tp or dp, or train one of its towers"
         )
-    made = [_write_tower(s, f"{name}.", tower, seq) for name, tower in towers.items()] or [_write_tower(s, "", config, seq)]
+    made = [_write_tower(s, f"{name}.", tower, seq) for name, tower in towers.items()] or [
+        _write_tower(s, "", config, seq)
+    ]
     if seq:
         for other in made[:-1]:
             s.sequence(other.first, other.last)

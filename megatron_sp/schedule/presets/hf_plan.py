@@ -48,11 +48,18 @@ def from_hf_plan(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
 def plan_of(s: Schedule) -> dict[str, str]:
     """Return path -> style. Raises ConfigError: the model has no plan."""
     model = s.model
-    plan = {f"{base_of(s)}{path}": style for path, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items()}
+    plan = {
+        f"{base_of(s)}{path}": style
+        for path, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items()
+    }
     plan |= getattr(model, "_tp_plan", None) or {}
     if not plan:
         there = getattr(model.config, "model_type", None) in families()
-        way = "take presets.auto(model), which knows it" if there else "nor is there a preset: write its lines with schedule(model, mesh)"
+        way = (
+            "take presets.auto(model), which knows it"
+            if there
+            else "nor is there a preset: write its lines with schedule(model, mesh)"
+        )
         raise ConfigError(f"transformers has no tensor parallel plan for {type(model).__name__}: {way}")
     return plan
 
@@ -67,7 +74,9 @@ def _sorted(model: nn.Module, plan: dict[str, str]) -> tuple[dict[str, str], dic
         elif any(name in model.get_submodule(each)._parameters for each in _found(model, owner)):
             tensors[path] = style
     if not modules and not tensors:
-        raise ConfigError(f"the plan of {type(model).__name__} names no module of it: {', '.join(plan)}; write the lines")
+        raise ConfigError(
+            f"the plan of {type(model).__name__} names no module of it: {', '.join(plan)}; write the lines"
+        )
     return modules, tensors
 
 
@@ -186,7 +195,9 @@ def _cut(axis: int, blocks: int | None = None) -> Callable[[Schedule, str, str],
             parameter = module._parameters.get(name)
             if parameter is not None:
                 by_pairs = not getattr(module, "is_concatenated", True)  # gate and up of one feature lie side by side
-                s[path].shard(name, axis % parameter.ndim if parameter.ndim > 1 else 0, blocks=None if by_pairs else blocks)
+                s[path].shard(
+                    name, axis % parameter.ndim if parameter.ndim > 1 else 0, blocks=None if by_pairs else blocks
+                )
 
     return write
 
@@ -208,7 +219,11 @@ def finish(plan: Plan) -> None:
         name = path.rpartition(".")[2]
         if style == "colwise" and name in ("q_proj", "k_proj"):
             norm = plan.near(path, f"{name[0]}_norm")
-            weight = getattr(s.model.get_submodule(s[norm].paths[0]), "weight", None) if norm and norm not in plan.modules else None
+            weight = (
+                getattr(s.model.get_submodule(s[norm].paths[0]), "weight", None)
+                if norm and norm not in plan.modules
+                else None
+            )
             if norm is not None and weight is not None and weight.ndim == 2:
                 s[norm].shard("weight", 0, **{k: v for k, v in plan.heads(path).items() if k != "blocks"})
         if style == "colwise" and name == "up_proj":

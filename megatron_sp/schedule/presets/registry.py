@@ -67,7 +67,11 @@ def share_key_values(s: Schedule, attention: str, queries: int, key_values: int)
 
 def drops(config: Any) -> bool:
     """Return whether there is any dropout in the blocks."""
-    inside = [value for name, value in config.to_dict().items() if "drop" in name and not name.startswith(("summary_", "classifier_"))]
+    inside = [
+        value
+        for name, value in config.to_dict().items()
+        if "drop" in name and not name.startswith(("summary_", "classifier_"))
+    ]
     return any(isinstance(value, float) and value > 0 for value in inside)
 
 
@@ -171,7 +175,9 @@ def _cut_sequences(s: Schedule, blocks: Blocks, *, ulysses: bool, context: bool)
 def _differ_over_sp(s: Schedule, blocks: Blocks, *, everywhere: bool) -> None:
     # make dropout differ over sp, but not around the whole model: layerdrop must skip the same blocks on all ranks
     inside = tuple(f"{path}." for path in s[blocks.glob])
-    s[blocks.glob].rng("sp")  # after the lines of tp, so around them: what is alike for the ranks of tp still differs over sp
+    s[blocks.glob].rng(
+        "sp"
+    )  # after the lines of tp, so around them: what is alike for the ranks of tp still differs over sp
     for path, module in s.model.named_modules() if everywhere else ():
         if isinstance(module, nn.Dropout) and not path.startswith(inside):
             s[path].rng("sp")
@@ -201,7 +207,11 @@ def _writer(model: nn.Module) -> Writer:
         )
     near = [] if _is_of_transformers(config) else difflib.get_close_matches(str(name), families(), 2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    plan = ", or take transformers' own plan with from_hf_plan(model)" if getattr(config, "base_model_tp_plan", None) else ""
+    plan = (
+        ", or take transformers' own plan with from_hf_plan(model)"
+        if getattr(config, "base_model_tp_plan", None)
+        else ""
+    )
     raise ConfigError(
         f"there is no preset for {name!r}, only for {', '.join(families())}{hint}: write its lines with schedule(model, mesh){plan}"
     )

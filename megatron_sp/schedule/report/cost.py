@@ -187,7 +187,9 @@ class _Meter(TorchFunctionMode):
         # run the model. Raises ConfigError: it does not run without weight values
         handles = []
         for path, module in self.model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._modules.append(path), prepend=True))
+            handles.append(
+                module.register_forward_pre_hook(lambda *_, path=path: self._modules.append(path), prepend=True)
+            )
             handles.append(module.register_forward_hook(lambda *_: self._modules.pop() and None))
         _use_one_expert(self.model)
         try:
@@ -231,7 +233,9 @@ class _Meter(TorchFunctionMode):
             self._alive.append(storage)
         return t
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "device":
@@ -262,7 +266,9 @@ class _Meter(TorchFunctionMode):
         x = result if name in ("split_row", "split_embedding") else args[0]
         unit = (n - 1) / n * x.nbytes
         has_gradient = (x.requires_grad or name == "split_column") and "slice" not in args
-        made = _Sent(self._modules[-1] if self._modules else "", name, axis, forward(n) * unit, backward(n) * unit * has_gradient)
+        made = _Sent(
+            self._modules[-1] if self._modules else "", name, axis, forward(n) * unit, backward(n) * unit * has_gradient
+        )
         self.sent.append(made)
         if name == "split_row":  # its input is saved after the sum
             made.again += [path for path, _, _ in self._open]
@@ -296,7 +302,9 @@ def _shaped(name: str, args: tuple[Any, ...]) -> Tensor:
     if name == "own_exchange":
         sides = [re.search(r"-?\d+", side) for side in str(args[3] or "").split("->")]
         if len(sides) != 2:
-            raise ConfigError("cost() does not know what a function in sync() does: give it as layouts='S(1)->R' or 'P->I'")
+            raise ConfigError(
+                "cost() does not know what a function in sync() does: give it as layouts='S(1)->R' or 'P->I'"
+            )
         y = x.view_as(x) if sides[0] is None else torch.cat([x] * size, int(sides[0][0]))
         return y if sides[1] is None else y.narrow(int(sides[1][0]), 0, y.shape[int(sides[1][0])] // size).clone()
     cut = args[2]
@@ -311,14 +319,22 @@ def _on_meta(value: Any) -> Any:
         return value if value.is_meta else value.to("meta")
     if isinstance(value, (tuple, list)):
         items = [_on_meta(v) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items) if type(value) in (tuple, list) else tuple(items)
+        return (
+            type(value)(*items)
+            if hasattr(value, "_fields")
+            else type(value)(items)
+            if type(value) in (tuple, list)
+            else tuple(items)
+        )
     return {k: _on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     # the tensor of ``x.to(...)`` with only its dtype changed
     given = [*args[1:], *kwargs.values()]
-    dtype = next((v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None))
+    dtype = next(
+        (v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None)
+    )
     x: Tensor = args[0]
     return x if dtype is None or dtype == x.dtype else x.to(dtype)
 

@@ -23,7 +23,9 @@ def show(found: Survey, *, every: bool = False) -> str:
     lines = list(_heading(found))
     rows = [row for node, depth in _shown(found.folded(), every) for row in _rows(node, depth)]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-    lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows]
+    lines += [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
+    ]
     if found.problem:
         lines += ["", f"apply() refuses it: {found.problem}"]
     return "\n".join(lines)
@@ -71,7 +73,10 @@ def _rows(node: Node, depth: int) -> Iterator[tuple[str, str, str, str]]:
 
 def part_words(part: Part) -> str:
     # format a parameter: ``weight [24 -> 12, 24]``
-    sizes = [f"{whole} -> {local}" if whole != local else str(whole) for whole, local in zip(part.shape, part.local, strict=True)]
+    sizes = [
+        f"{whole} -> {local}" if whole != local else str(whole)
+        for whole, local in zip(part.shape, part.local, strict=True)
+    ]
     more = ", gradient summed over tp" if part.summed else ""
     return f"{part.name} [{', '.join(sizes)}]{more}{f', tied to {part.tied}' if part.tied else ''}"
 
@@ -138,11 +143,15 @@ def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
              "summed": p.summed, "tied": p.tied or None}
             for p in node.parts
         ]  # fmt: skip
-        made = {"path": node.path, "class": node.kind, "role": node.role, "parameters": parts, "collectives": edges, "notes": node.notes}
-        return {
-            **made,
-            "modules": [record(child) for child in node.children],
+        made = {
+            "path": node.path,
+            "class": node.kind,
+            "role": node.role,
+            "parameters": parts,
+            "collectives": edges,
+            "notes": node.notes,
         }
+        return {**made, "modules": [record(child) for child in node.children]}
 
     if path is not None:
         return record(found.at(path))
@@ -185,7 +194,9 @@ def diff(before: Schedule, after: Schedule) -> Difference:
     added = [line[3] for line in lines[1] if line[:3] not in keys[0]]
     facts = [_facts(s) for s in (before, after)]
     names = list(dict.fromkeys([*facts[0], *facts[1]]))
-    changed = [(n, facts[0].get(n, "nothing"), facts[1].get(n, "nothing")) for n in names if facts[0].get(n) != facts[1].get(n)]
+    changed = [
+        (n, facts[0].get(n, "nothing"), facts[1].get(n, "nothing")) for n in names if facts[0].get(n) != facts[1].get(n)
+    ]
     return Difference(removed, added, changed)
 
 
@@ -274,7 +285,9 @@ def page(found: Survey) -> str:
 
 
 def _tops(root: Node) -> list[Node]:
-    return [root] if root.parts or root.edges or root.notes else [child for child in root.children if not is_quiet(child)]
+    return (
+        [root] if root.parts or root.edges or root.notes else [child for child in root.children if not is_quiet(child)]
+    )
 
 
 def _module(node: Node, found: Survey) -> str:
@@ -312,7 +325,9 @@ def _edge(edge: Edge) -> str:
     what = f"{edge.side} {edge.tensor}".strip() + ("" if edge.axis == "tp" else f", over {edge.axis}")
     dim = "" if edge.dim is None else f" dim {edge.dim}"
     chips = f'<span class="{_colour(edge.forward)}">↓ {_text(edge.forward + dim)}</span>' if edge.forward else ""
-    chips += f'<span class="back {_colour(edge.backward)}">backward {_text(edge.backward)}</span>' if edge.backward else ""
+    chips += (
+        f'<span class="back {_colour(edge.backward)}">backward {_text(edge.backward)}</span>' if edge.backward else ""
+    )
     title = f"{edge.why}\n{line_words(edge.directive)}"
     return f'<div class="edge" title="{_text(title)}">{chips}<em>{_text(what)}</em></div>'
 

@@ -60,7 +60,9 @@ class Edge:
         dim = "" if self.dim is None else f" dim {self.dim}"
         if self.forward and self.backward:
             return f"{self.forward}{dim}, backward {self.backward}"
-        return f"{self.forward}{dim}" if self.forward else f"backward {self.backward}{dim}" if self.backward else "nothing"
+        return (
+            f"{self.forward}{dim}" if self.forward else f"backward {self.backward}{dim}" if self.backward else "nothing"
+        )
 
 
 @dataclass
@@ -129,7 +131,9 @@ def survey(schedule: Schedule) -> Survey:
         except ConfigError as error:
             problem = str(error)
         lines = [without_weights_in(d) for d in schedule.directives if d.do not in ("ulysses", "context", "zero")]
-        applied = apply(without_weights(schedule.model, buffers=True), lines, schedule.mesh, schedule.seq_dim, rules=False)
+        applied = apply(
+            without_weights(schedule.model, buffers=True), lines, schedule.mesh, schedule.seq_dim, rules=False
+        )
     else:
         shapes = {name: spec.shape for name, spec in applied.specs.items()}
     found = _Look(schedule, applied, shapes).node("", "", applied.model)
@@ -160,7 +164,11 @@ class _Look:
 
     def node(self, path: str, name: str, module: nn.Module) -> Node:
         node = Node(path, name, type(module).__name__, paths=[path])
-        node.parts = [part for key in (*module._parameters, *module._buffers) if (part := self.part(path, key, module)) is not None]
+        node.parts = [
+            part
+            for key in (*module._parameters, *module._buffers)
+            if (part := self.part(path, key, module)) is not None
+        ]
         self.annotate(node, module)
         for key, child in module.named_children():
             node.children.append(self.node(f"{path}.{key}".lstrip("."), key, child))
@@ -189,16 +197,37 @@ class _Look:
                 node.edges.append(_edge_of_sync(directive, module, node.path, self.seq_dim))
             elif directive.do == "sequence":
                 node.edges.append(
-                    _edge(directive, "in", "scatter", self.seq_dim, _WHY["enter"], tensor=_input(module, node.path, directive))
+                    _edge(
+                        directive,
+                        "in",
+                        "scatter",
+                        self.seq_dim,
+                        _WHY["enter"],
+                        tensor=_input(module, node.path, directive),
+                    )
                 )
             elif directive.do != "shard":
                 node.notes.append(_note(directive))
         if node.path in self.leaves:
-            node.edges.append(_edge(self.leaves[node.path], "out", "all_gather", self.seq_dim, _WHY["leave"], backward="slice"))
-        if split is not None and isinstance(module, nn.Embedding) and split.dim == 0 and not node.edges and not node.notes:
+            node.edges.append(
+                _edge(self.leaves[node.path], "out", "all_gather", self.seq_dim, _WHY["leave"], backward="slice")
+            )
+        if (
+            split is not None
+            and isinstance(module, nn.Embedding)
+            and split.dim == 0
+            and not node.edges
+            and not node.notes
+        ):
             line = next(d for d in self.by_path[node.path] if d.do == "shard")
             node.edges.append(_edge(line, "out", "all_reduce", None, _WHY["words"]))
-        if split is not None and node.role == "split" and split.dim is not None and not syncs and isinstance(module, nn.Embedding):
+        if (
+            split is not None
+            and node.role == "split"
+            and split.dim is not None
+            and not syncs
+            and isinstance(module, nn.Embedding)
+        ):
             node.role = "words"
 
 
@@ -245,7 +274,9 @@ def _edges_of_layer(directive: Directive, module: nn.Module, seq_dim: int) -> li
     if directive.do == "row":
         scatter = args.get("reduce") == "reduce_scatter"
         dim = (seq_dim if args.get("axis") is None else args["axis"]) if scatter else None
-        return [_edge(directive, "out", args.get("reduce", "all_reduce"), dim, _WHY["row_scatter" if scatter else "row"])]
+        return [
+            _edge(directive, "out", args.get("reduce", "all_reduce"), dim, _WHY["row_scatter" if scatter else "row"])
+        ]
     if directive.do == "vocab_parallel":
         if is_table:
             return [_edge(directive, "out", "all_reduce", None, _WHY["words"])]
@@ -281,7 +312,9 @@ def _input(module: nn.Module, path: str, directive: Directive) -> str:
 
 def _note(directive: Directive) -> str:
     words = ", ".join(
-        str(v) if k in ("stage", "axis", "policy", "attribute") else f"{k} {_value(v)}" for k, v in directive.args.items() if v is not False
+        str(v) if k in ("stage", "axis", "policy", "attribute") else f"{k} {_value(v)}"
+        for k, v in directive.args.items()
+        if v is not False
     )
     return f"{directive.do} {words}".strip()
 
@@ -296,7 +329,12 @@ def _folded(node: Node) -> Node:
     made: list[Node] = []
     for child in map(_folded, node.children):
         last = made[-1] if made else None
-        if last is not None and child.children and last.name.partition("-")[0].isdigit() and last.signature == child.signature:
+        if (
+            last is not None
+            and child.children
+            and last.name.partition("-")[0].isdigit()
+            and last.signature == child.signature
+        ):
             last.paths += child.paths
             last.name = f"{last.name.partition('-')[0]}-{child.name}"
         else:

@@ -44,7 +44,9 @@ class WithoutDropout(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if func.__name__ == "scaled_dot_product_attention":
-            return func(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **{**named, **({} if args[4:] else {"dropout_p": 0.0})})
+            return func(
+                *args[:4], *(0.0 for _ in args[4:5]), *args[5:], **{**named, **({} if args[4:] else {"dropout_p": 0.0})}
+            )
         if "dropout" in func.__name__:
             return args[0] if args else named["input"]
         return func(*args, **named)
@@ -84,7 +86,11 @@ def _holders(model: nn.Module) -> list[Any]:
 def _rates(holder: Any) -> list[str]:
     is_dropout = "drop" in type(holder).__name__.lower()
     values = vars(holder).items() if hasattr(holder, "__dict__") else ()
-    return [name for name, v in values if isinstance(v, float) and v > 0 and ("drop" in name or (is_dropout and name == "p"))]
+    return [
+        name
+        for name, v in values
+        if isinstance(v, float) and v > 0 and ("drop" in name or (is_dropout and name == "p"))
+    ]
 
 
 def one_expert_at_a_time(model: nn.Module) -> None:

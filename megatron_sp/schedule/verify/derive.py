@@ -27,12 +27,18 @@ from megatron_sp.utils.errors import ConfigError
 def as_said(directives: list[Directive]) -> list[Directive]:
     """Return the lines as they were written, without what was measured."""
     said = [d for d in directives if d.do != "rng" or not d.derived]
-    return [replace(d, args={k: v for k, v in d.args.items() if k not in d.derived}, derived=()) if d.derived else d for d in said]
+    return [
+        replace(d, args={k: v for k, v in d.args.items() if k not in d.derived}, derived=()) if d.derived else d
+        for d in said
+    ]
 
 
 def with_adjoints(directives: list[Directive], adjoints: Mapping[int, str]) -> list[Directive]:
     """Return the lines with the measured adjoints, by index."""
-    return [replace(d, args={**d.args, "grad": adjoints[i]}, derived=("grad",)) if adjoints.get(i) else d for i, d in enumerate(directives)]
+    return [
+        replace(d, args={**d.args, "grad": adjoints[i]}, derived=("grad",)) if adjoints.get(i) else d
+        for i, d in enumerate(directives)
+    ]
 
 
 def is_open(line: Directive) -> bool:
@@ -101,7 +107,9 @@ class Draws(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _is_random(func.__name__, args, kwargs):
@@ -141,7 +149,11 @@ def random_lines(model: nn.Module, directives: list[Directive], draws: Draws) ->
     """
     tp, sp = draws.found["tp"], draws.found["sp"]
     forks = [path for path in tp if tp[path] and not says_random(model, directives, path, "tp")]
-    alike = [path for path in sorted(tp) if not tp[path] and any(path.startswith(f"{fork}." if fork else "") for fork in forks)]
+    alike = [
+        path
+        for path in sorted(tp)
+        if not tp[path] and any(path.startswith(f"{fork}." if fork else "") for fork in forks)
+    ]
     over_sp = [path for path in sp if sp[path] and not says_random(model, directives, path, "sp")]
     for paths, axis in ((forks, "tp"), (alike, "same"), (over_sp, "sp")):
         yield from (Directive(path, "rng", {"axis": axis}, "verify()", ("axis",)) for path in paths)

@@ -92,7 +92,11 @@ class Trace:
 
     def backward(self, scale: float = 1.0) -> list[Edge]:
         """Return the edges with their gradients as values, in the order of the backward pass."""
-        made = [Edge(e.path, e.side, e.name, self.gradients[i] * scale, e.tensor) for i, e in enumerate(self.edges) if i in self.gradients]
+        made = [
+            Edge(e.path, e.side, e.name, self.gradients[i] * scale, e.tensor)
+            for i, e in enumerate(self.edges)
+            if i in self.gradients
+        ]
         return made[::-1]
 
 
@@ -135,7 +139,9 @@ class Diagnosis:
         for edge in whole:
             expected[edge.key].append(edge)
         sums: list[tuple[Edge, _Found]] = []  # partial sums that follow each other up to here
-        cut: list[tuple[Edge, list[int]]] = []  # with other elements than a rank's share in order; and the shape of the whole
+        cut: list[
+            tuple[Edge, list[int]]
+        ] = []  # with other elements than a rank's share in order; and the shape of the whole
         for edge in split:
             if not expected[edge.key]:
                 continue
@@ -157,7 +163,9 @@ class Diagnosis:
                 return self._blame(edge, found, sums, cut, what)
         if sums and (what == "gradient" or not sums[-1][0].path):
             self.first = sums[0][0].path or "the model itself"
-            return "" if what == "gradient" and not self._reaches_parameters(sums[0][0]) else self._missing_sum(sums, what)
+            return (
+                "" if what == "gradient" and not self._reaches_parameters(sums[0][0]) else self._missing_sum(sums, what)
+            )
         return ""
 
     def _reaches_parameters(self, edge: Edge) -> bool:
@@ -183,7 +191,11 @@ class Diagnosis:
             if group.size() > 1 and is_close(all_reduce(made.clone(memory_format=torch.contiguous_format), group)):
                 return _Found("partial", axis)
         bias = self.whole.get_submodule(path)._parameters.get("bias") if what == "output" and not by_tp else None
-        if bias is not None and made.shape[-1:] == bias.shape and is_close(made - (self.mesh.tp.size() - 1) * bias.detach()):
+        if (
+            bias is not None
+            and made.shape[-1:] == bias.shape
+            and is_close(made - (self.mesh.tp.size() - 1) * bias.detach())
+        ):
             return _Found("bias")
         if (factor := self._factor(made, reference)) and is_close(made / factor):
             return _Found("multiple", factor=factor)
@@ -208,7 +220,11 @@ class Diagnosis:
         for dim in range(whole.ndim if made.ndim == whole.ndim else 0):
             if made.shape[dim] == whole.shape[dim]:
                 continue
-            if cut is not None and whole.shape[dim] == cut.length and made.shape[dim] in (cut.local, cut.local // tp.size()):
+            if (
+                cut is not None
+                and whole.shape[dim] == cut.length
+                and made.shape[dim] in (cut.local, cut.local // tp.size())
+            ):
                 whole, by_positions = cut.take(whole, dim), True
             if made.shape[dim] * tp.size() == whole.shape[dim]:
                 whole, by_tp = whole.chunk(tp.size(), dim)[tp.rank()], tp.size() > 1
@@ -225,13 +241,17 @@ class Diagnosis:
 
     # what to say
 
-    def _blame(self, edge: Edge, found: _Found, sums: list[tuple[Edge, _Found]], cut: list[tuple[Edge, list[int]]], what: str) -> str:
+    def _blame(
+        self, edge: Edge, found: _Found, sums: list[tuple[Edge, _Found]], cut: list[tuple[Edge, list[int]]], what: str
+    ) -> str:
         place, it = edge.path or "the model", f"the {edge.side} {edge.name}" if edge.side == "input" else "the output"
         if found.kind == "bias":
             return f"{place}: every rank adds the bias, and the sum has it {self.mesh.tp.size()} times: split the layer with .row() (E3)"
         if found.kind == "multiple":
             of = f"the gradient of {it}" if what == "gradient" else it
-            return f"{place}: {of} is {_times(found.factor)} the reference: {self._twice(edge, found.factor, what)} (E5)"
+            return (
+                f"{place}: {of} is {_times(found.factor)} the reference: {self._twice(edge, found.factor, what)} (E5)"
+            )
         if sums:
             return self._missing_sum(sums, what)
         if cut:
@@ -259,7 +279,11 @@ class Diagnosis:
         )
 
     def _splits(self, path: str) -> list[Directive]:
-        return [d for d in self.lines if d.do in ("column", "row", "shard", "vocab_parallel") and path in expand(self.whole, d.on)]
+        return [
+            d
+            for d in self.lines
+            if d.do in ("column", "row", "shard", "vocab_parallel") and path in expand(self.whole, d.on)
+        ]
 
     def _missing_sum(self, sums: list[tuple[Edge, _Found]], what: str) -> str:
         if what == "output":
@@ -270,7 +294,12 @@ class Diagnosis:
             )
         edge, found = sums[0]
         for d in self.lines:
-            if d.do == "sync" and d.args["op"] == "all_gather" and d.args.get("grad") == "slice" and self._is_near(d, edge.path):
+            if (
+                d.do == "sync"
+                and d.args["op"] == "all_gather"
+                and d.args.get("grad") == "slice"
+                and self._is_near(d, edge.path)
+            ):
                 return (
                     f"{edge.path or 'the model'}: the gradients of its {edge.side} on the ranks of {found.axis} sum to the reference, and"
                     f" all_gather on {d.on or 'the model'} ({d.where}) keeps a slice of each: give it grad='reduce_scatter' (E6)"
@@ -306,7 +335,11 @@ class Diagnosis:
     def _numbers(self, path: str) -> str:
         size = self.mesh.tp.size()
         module = self.whole.get_submodule(path) if path else self.whole
-        found = [f"{n} = {v}" for n, v in vars(module).items() if type(v) is int and v > 1 and gcd(v, size) == size and n[0] != "_"]
+        found = [
+            f"{n} = {v}"
+            for n, v in vars(module).items()
+            if type(v) is int and v > 1 and gcd(v, size) == size and n[0] != "_"
+        ]
         if not found or size == 1:
             return ""
         shown = ", ".join(found[:4])
@@ -348,7 +381,9 @@ class Diagnosis:
         if not self._all(local.shape == whole.shape):
             return _Found("other")
         is_close = partial(self._is_close, whole, float(whole.abs().max()))
-        if self.mesh.tp.size() > 1 and is_close(all_reduce(local.clone(memory_format=torch.contiguous_format), self.mesh.tp)):
+        if self.mesh.tp.size() > 1 and is_close(
+            all_reduce(local.clone(memory_format=torch.contiguous_format), self.mesh.tp)
+        ):
             return _Found("partial", "tp")
         factor = self._factor(local, whole)
         return _Found("multiple", factor=factor) if factor and is_close(local / factor) else _Found("other")
@@ -361,10 +396,14 @@ class Diagnosis:
         module, size = self.whole.get_submodule(path), self.mesh.tp.size()
         if next(module.children(), None) is not None:
             returned = [e for e in inside if e.side == "output" and e.path.rpartition(".")[0] == path]
-            parts = [(e, f"{list(e.value.shape)} of {expected[e.key]}") for e in (*entered, *returned) if e.value.ndim > 1]
+            parts = [
+                (e, f"{list(e.value.shape)} of {expected[e.key]}") for e in (*entered, *returned) if e.value.ndim > 1
+            ]
             other = next((part for part in reversed(parts) if part[1] != parts[-1][1]), None) if parts else None
             if other is not None:
-                told = " and ".join(f"the {e.side} of {e.path or 'the model'} is {text}" for e, text in (other, parts[-1]))
+                told = " and ".join(
+                    f"the {e.side} of {e.path or 'the model'} is {text}" for e, text in (other, parts[-1])
+                )
                 return f"sizes do not fit: {told}: cut both alike, or make both whole (E10){self._numbers(path)}"
             return self._numbers(path).removeprefix("; ")
         edge = next(iter(entered), None)
@@ -382,7 +421,11 @@ class Diagnosis:
         axis = next((dim - len(made) for dim, (n, m) in enumerate(zip(made, before, strict=False)) if n != m), -1)
         here = f" ({lines[0].do} at {lines[0].where})" if lines else ""
         ways = (
-            "split it too (.row())" if axis == -1 and not lines else "cut another axis" if lines and axis != -1 else ".row() takes shares"
+            "split it too (.row())"
+            if axis == -1 and not lines
+            else "cut another axis"
+            if lines and axis != -1
+            else ".row() takes shares"
         )
         return (
             f"its input {edge.name} is {made} of {before}{f', a share of one in {size}' if made[axis] * size == before[axis] else ''}, and"
@@ -403,7 +446,9 @@ def _sums(line: Directive, what: str) -> bool:
     if line.do == "sync":
         op = line.args["op"]
         back = op in ("copy", "all_gather") or line.args["mode"] == "bwd_post"
-        return callable(op) or (back if what == "gradient" else op in ("all_reduce", "reduce_scatter") and line.args["mode"] != "bwd_post")
+        return callable(op) or (
+            back if what == "gradient" else op in ("all_reduce", "reduce_scatter") and line.args["mode"] != "bwd_post"
+        )
     if what == "gradient":
         return (line.do == "column" and line.args.get("input", "copy") == "copy") or line.do == "vocab_parallel"
     return line.do in ("row", "vocab_parallel")

@@ -29,7 +29,10 @@ from megatron_sp.schedule.verify.derive import Draws, as_said, is_open, random_l
 from megatron_sp.schedule.verify.verify import LossOf, Verdict, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
 
-_SMALL, _LARGE = 4_000_000, 30_000_000  # parameters of models that are verified as they are: without, and for want of, a narrow copy
+_SMALL, _LARGE = (
+    4_000_000,
+    30_000_000,
+)  # parameters of models that are verified as they are: without, and for want of, a narrow copy
 _IDLE = ("zero", "checkpoint", "annotate")
 _HEAD_DIM = 16
 _SEED = 1234
@@ -52,7 +55,12 @@ def measure(
     made = copy.deepcopy(model).train().to(dtype)
     one_expert_at_a_time(made)
     own = [d for d in lines if d.do not in ("zero", "rng", "checkpoint")]
-    own = [replace(d, args={**d.args, "new": copy.deepcopy(d.args["new"])}) if isinstance(d.args.get("new"), nn.Module) else d for d in own]
+    own = [
+        replace(d, args={**d.args, "new": copy.deepcopy(d.args["new"])})
+        if isinstance(d.args.get("new"), nn.Module)
+        else d
+        for d in own
+    ]
     apply(made, own, mesh, seq_dim, rules=False)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), Draws(made, mesh) as found:
         torch.manual_seed(_SEED)  # what all ranks have is the same on them if they draw the same
@@ -60,7 +68,9 @@ def measure(
     return verdict, [*lines, *random_lines(model, lines, found)]
 
 
-def prove(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None) -> list[Directive]:
+def prove(
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None
+) -> list[Directive]:
     """Verify lines before they are applied; return them with what they leave open. Collective over the ranks of the mesh.
 
     Args:
@@ -71,7 +81,9 @@ def prove(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
     """
     said = as_said(directives)
     decide(model, said, mesh, seq_dim)
-    nothing_split = mesh.tp.size() == mesh.sp.size() == mesh.cp.size() == 1 and not any(d.args.get("over") == "dp" for d in said)
+    nothing_split = mesh.tp.size() == mesh.sp.size() == mesh.cp.size() == 1 and not any(
+        d.args.get("over") == "dp" for d in said
+    )
     if nothing_split or mesh.is_imagined or all(d.do in _IDLE for d in said):
         return said
     reason = ""
@@ -87,7 +99,9 @@ def prove(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
                     own = said if is_own else _lines_for(small, model, said)
                     decide(small, own, mesh, seq_dim)
                     data = batch if batch is not None and is_own else example(small, mesh)
-                except Exception as error:  # a configuration that cannot be so small, or lines about layers that it does not have
+                except (
+                    Exception
+                ) as error:  # a configuration that cannot be so small, or lines about layers that it does not have
                     reason = str(error)
                     continue
                 if data is None:
@@ -106,7 +120,9 @@ def prove(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
         reason = reason or f"{type(model).__name__} is large, and no small copy of it can be made"
     _require_said(model, said, mesh, reason)
     if mesh.tp.rank() == mesh.dp_sp.rank() == 0:
-        warnings.warn(f"apply(): the lines are not verified ({reason}); apply(verify=False) says that this is meant", stacklevel=4)
+        warnings.warn(
+            f"apply(): the lines are not verified ({reason}); apply(verify=False) says that this is meant", stacklevel=4
+        )
     return said
 
 
@@ -125,7 +141,10 @@ def _candidates(model: nn.Module, lines: list[Directive]) -> Iterator[Candidate]
     if size <= _SMALL:
         yield _Own(model)
         return
-    fixed = any(isinstance(d.args.get("blocks"), (list, tuple)) or (d.do == "set" and isinstance(d.args.get("value"), int)) for d in lines)
+    fixed = any(
+        isinstance(d.args.get("blocks"), (list, tuple)) or (d.do == "set" and isinstance(d.args.get("value"), int))
+        for d in lines
+    )
     if is_hugging_face(model) and not fixed:  # else the lines are about sizes that a narrow copy does not have
         yield lambda: narrow(model, layers=4)  # of models whose layers differ, many have one of another kind in four
         yield lambda: narrow(model, layers=None)
@@ -144,7 +163,9 @@ def _ready(model: nn.Module, mesh: Mesh) -> nn.Module:
             config._attn_implementation = "sdpa"  # kernels of GPUs know no float64
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
-                module._parameters[name] = nn.Parameter(torch.zeros_like(p, device="cpu"), requires_grad=p.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    torch.zeros_like(p, device="cpu"), requires_grad=p.requires_grad
+                )
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, dtype=torch.float32).mul_(0.05).to(p))
@@ -165,7 +186,11 @@ _INDEX = re.compile(r"(^|\.)\d+(?=\.|$)")
 def _lines_for(small: nn.Module, model: nn.Module, lines: list[Directive]) -> list[Directive]:
     # the lines for a model with fewer layers: those about its first layers, and about the last one, by their numbers
     sizes = {path: len(m) for path, m in small.named_modules() if isinstance(m, nn.ModuleList)}
-    lists = {path: len(m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and sizes.get(path, len(m)) != len(m)}
+    lists = {
+        path: len(m)
+        for path, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and sizes.get(path, len(m)) != len(m)
+    }
 
     def moved(text: str) -> str:
         for path, before in lists.items():
@@ -246,7 +271,9 @@ def _make_narrow(config: Any, layers: int | None) -> None:
             setattr(config, name, min(number, count))
 
 
-def example(model: nn.Module, mesh: Mesh | None = None, *, rows: int = 2, tokens: int | None = None) -> dict[str, Any] | None:
+def example(
+    model: nn.Module, mesh: Mesh | None = None, *, rows: int = 2, tokens: int | None = None
+) -> dict[str, Any] | None:
     """Return a random batch for a model of transformers: token ids with padding and labels, images, both, or audio; None: unknown.
 
     Args:
@@ -256,11 +283,20 @@ def example(model: nn.Module, mesh: Mesh | None = None, *, rows: int = 2, tokens
     tokens = tokens or max(8, 2 * ranks)
     names, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
     made: dict[str, Any] = {}
-    words = next((n for c in (config, getattr(config, "text_config", None)) if isinstance(n := getattr(c, "vocab_size", None), int)), None)
+    words = next(
+        (
+            n
+            for c in (config, getattr(config, "text_config", None))
+            if isinstance(n := getattr(c, "vocab_size", None), int)
+        ),
+        None,
+    )
     if "input_ids" in names and words is not None:
         made["input_ids"] = ids = torch.randint(min(3, words - 1), words, (rows, tokens))
         if "attention_mask" in names:
-            mask = (torch.arange(tokens) < torch.tensor([max(1, tokens - 3 * row) for row in range(rows)])[:, None]).long()
+            mask = (
+                torch.arange(tokens) < torch.tensor([max(1, tokens - 3 * row) for row in range(rows)])[:, None]
+            ).long()
             made["input_ids"] = ids = torch.where(mask.bool(), ids, getattr(config, "pad_token_id", None) or 0)
             made["attention_mask"] = mask
         if "labels" in names and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
@@ -289,10 +325,14 @@ def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: s
         for d in said
         if is_open(d) and mesh.group(d.args.get("over", "tp")).size() > 1
     ]
-    cut = (mesh.sp.size() > 1 or mesh.cp.size() > 1) and any(d.do in ("ulysses", "context") or d.args.get("over") == "sp" for d in said)
+    cut = (mesh.sp.size() > 1 or mesh.cp.size() > 1) and any(
+        d.do in ("ulysses", "context") or d.args.get("over") == "sp" for d in said
+    )
     for path in dropping(model):
         if mesh.tp.size() > 1 and not says_random(model, said, path, "tp"):
-            found.append(f"dropout at {path or 'the model'}: use .rng('tp') if it works on what is split there, else .rng('same')")
+            found.append(
+                f"dropout at {path or 'the model'}: use .rng('tp') if it works on what is split there, else .rng('same')"
+            )
         if cut and not says_random(model, said, path, "sp"):
             found.append(f"dropout at {path or 'the model'}: use .rng('sp'), for each rank has other positions there")
     if found:

@@ -82,7 +82,10 @@ class Verdict:
             return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}{off}"
         lines = [f"  {row}" for row in bad[:12]] + ([self.why] if self.why else [])
         first = f"; the first module that differs is {self.first}" if self.first else ""
-        return f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n" + "\n".join(lines)
+        return (
+            f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n"
+            + "\n".join(lines)
+        )
 
 
 def verify(
@@ -136,7 +139,9 @@ def verify(
     return verdict
 
 
-def _explain(verdict: Verdict, diagnosis: Diagnosis, run_whole: Callable[[], object], run_split: Callable[[], object]) -> str:
+def _explain(
+    verdict: Verdict, diagnosis: Diagnosis, run_whole: Callable[[], object], run_split: Callable[[], object]
+) -> str:
     whole, split, applied = Trace(), Trace(), diagnosis.applied
     wanted = {name: p.grad.clone() for name, p in diagnosis.whole.named_parameters() if p.grad is not None}
     local = {name: grad.clone() for name, grad in applied.gradients().items()}
@@ -150,7 +155,13 @@ def _explain(verdict: Verdict, diagnosis: Diagnosis, run_whole: Callable[[], obj
     if row is None or (expected := wanted.get(row.name)) is None:
         return ""
     grad = local.get(row.name)
-    made = torch.zeros_like(expected) if grad is None else applied.whole(row.name, grad) if row.name in applied.splits else grad
+    made = (
+        torch.zeros_like(expected)
+        if grad is None
+        else applied.whole(row.name, grad)
+        if row.name in applied.splits
+        else grad
+    )
     return diagnosis.explain_gradient(row.name, made, expected)
 
 
@@ -170,10 +181,15 @@ def _run_or_explain(run_split: Callable[[], _Pass], run_whole: Callable[[], obje
             run_whole()
         with split.of(model), suppress(Exception):
             run_split()
-        name = "the backward pass" if failed is None else f"{failed or 'the model'} ({type(model.get_submodule(failed)).__name__})"
+        name = (
+            "the backward pass"
+            if failed is None
+            else f"{failed or 'the model'} ({type(model.get_submodule(failed)).__name__})"
+        )
         why = "" if failed is None else diagnosis.explain_failure(failed, whole, split)
         raise DoesNotRun(
-            f"{name} fails in the split model, and not in the whole one: {type(error).__name__}: {error}", why or _HARD_CODED
+            f"{name} fails in the split model, and not in the whole one: {type(error).__name__}: {error}",
+            why or _HARD_CODED,
         ) from error
 
 
@@ -199,9 +215,18 @@ class _Pass:
     inputs: dict[str, Tensor]
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None, parts: int = 1) -> _Pass:
+def _run(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: LossOf,
+    complete: Callable[[Any], Any] | None = None,
+    parts: int = 1,
+) -> _Pass:
     # dp ranks have the same batch, and their gradients are summed, so each contributes 1/parts
-    batch = {k: v.detach().clone().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v for k, v in batch.items()}
+    batch = {
+        k: v.detach().clone().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v
+        for k, v in batch.items()
+    }
     result = model(**batch)
     result = result if complete is None else complete(result)
     value = loss(result)
@@ -212,7 +237,9 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
     )
     outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}
     gradients = {
-        k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in batch.items() if isinstance(v, Tensor) and v.requires_grad
+        k: torch.zeros_like(v) if v.grad is None else v.grad
+        for k, v in batch.items()
+        if isinstance(v, Tensor) and v.requires_grad
     }
     return _Pass(outputs, value.detach(), gradients)
 
@@ -237,7 +264,9 @@ def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) 
         if other or (name not in expected and name not in gradients):
             continue
         found = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
-        rows.append(Comparison(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))
+        rows.append(
+            Comparison(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh))
+        )
     return rows
 
 

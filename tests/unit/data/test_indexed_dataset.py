@@ -70,10 +70,7 @@ def test_every_integer_dtype(dtype: str, code: int, tmp_path: Path) -> None:
     assert data.get(0).tolist() == [0, 5, top] and data.get(0).dtype == np.dtype(dtype)
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 999), max_size=7), max_size=12),
-    st.sampled_from(["one", "many"]),
-)
+@given(st.lists(st.lists(st.integers(0, 999), max_size=7), max_size=12), st.sampled_from(["one", "many"]))
 @settings(max_examples=60, deadline=None)
 def test_round_trip(documents: list[list[int]], how: str) -> None:
     import tempfile

@@ -61,10 +61,7 @@ def test_uneven_loads_need_more() -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (
-            "--ep-size 5",
-            "num_experts (12) must be a multiple of expert_model_parallel_size (5): each rank has as many; use",
-        ),
+        ("--ep-size 5", "num_experts (12) must be a multiple of expert_model_parallel_size (5): each rank has as many; use"),
         ("--ep-size 0", "--expert-model-parallel-size (0) must be at least 1"),
         ("--ep-size 12", "expert_model_parallel_size (12) must divide the ranks that have different tokens, sp * cp * dp = 4"),
     ],

@@ -23,18 +23,7 @@ sys.meta_path.insert(0, Blocker())
 import {module}
 assert dict(__import__("os").environ) == before_env, "the environment was changed"
 """
-THIRD_PARTY = (
-    "einops",
-    "sentencepiece",
-    "safetensors",
-    "rich",
-    "yaml",
-    "matplotlib",
-    "tensorboard",
-    "wandb",
-    "transformers",
-    "flash_attn",
-)
+THIRD_PARTY = ("einops", "sentencepiece", "safetensors", "rich", "yaml", "matplotlib", "tensorboard", "wandb", "transformers", "flash_attn")
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +76,7 @@ def test_setup_py() -> None:
     assert folders <= set(packages)  # a folder without __init__.py would not be installed
     data = {f"{name.replace('.', '/')}/{file}" for name, files in arguments["package_data"].items() for file in files}  # type: ignore[attr-defined]
     there = {p.relative_to(ROOT) for p in (ROOT / "megatron_sp").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
-    there = {p for p in there if p.name != "ruff.toml" and ".ruff_cache" not in p.parts}
+    there = {p for p in there if ".ruff_cache" not in p.parts}
     assert {str(p) for p in there} == data  # one that is not named would not be installed
     assert set(arguments["extras_require"]) == {"hf", "eval", "serve", "data", "log", "plot", "dev", "docs", "bench", "flash"}  # type: ignore[call-overload]
     assert arguments["entry_points"] == {"console_scripts": ["megatron-sp = megatron_sp.commands.cli:program"]}

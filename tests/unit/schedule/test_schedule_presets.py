@@ -75,10 +75,7 @@ def test_a_family_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, r"Named has no config.model_type, .* write its lines with schedule\(model, mesh\)"),
         ({"model_type": "bertt"}, r"no preset for 'bertt', only for bert, .*; did you mean bert or roberta\?: write"),
         ({"model_type": "phi3", "base_model_tp_plan": {"x": "colwise"}}, r"or take transformers' own plan with from_hf_plan\(model\)"),
-        (
-            {"model_type": "bert", "add_cross_attention": True},
-            r"Named has cross attention \(.*\), which the preset of bert does",
-        ),
+        ({"model_type": "bert", "add_cross_attention": True}, r"Named has cross attention \(.*\), which the preset of bert does"),
     ],
 )
 def test_no_preset(config: dict[str, Any], message: str) -> None:

@@ -8,16 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sp.data.classification import (
-    GLUE,
-    ClassificationDataset,
-    Example,
-    TextTable,
-    check_labels,
-    labels_of,
-    read_examples,
-    scores,
-)
+from megatron_sp.data.classification import GLUE, ClassificationDataset, Example, TextTable, check_labels, labels_of, read_examples, scores
 from megatron_sp.data.tokenizers import ByteTokenizer
 from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
