@@ -3,7 +3,7 @@
     python benchmarks/longest_sequence.py [--gib 4] [--confirm] [--json docs/benchmarks/longest_sequence.json]
 
 A GPT of 2 blocks, h 128, f 512, 8000 words as in the quickstart (rotary positions, fp32, one sequence, AdamW): nothing
-but activations counts. For each setting the closed form (``megatron_sp/estimate/memory.py``, which tests hold against
+but activations counts. For each setting a run without contents (``megatron_sp/planner/fake_run.py``, which tests hold against
 real steps) is asked by bisection for the longest sequence, a multiple of 1024, whose peak stays within the memory.
 Settings are added one after another, so that each shows its own share:
 

@@ -1,4 +1,4 @@
-"""Peak memory of a training step per rank, measured, against the closed form of ``megatron_sp/estimate/memory.py``.
+"""Peak memory of a training step per rank, measured, against what a run without contents predicts.
 
     python benchmarks/memory.py [--layers 4] [--hidden 256] [--seq-length 1024] [--vocab 4096] [--json docs/benchmarks/memory.json]
 
@@ -15,7 +15,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -114,7 +113,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--smoke", action="store_true", help="two layouts of a smaller model")
-    parser.add_argument("--lines", action="store_true", help="print the closed form of each layout line by line")
+    parser.add_argument("--lines", action="store_true", help="print the prediction of each layout line by line")
     parser.add_argument("--json")
     return parser.parse_args(argv)
 
@@ -154,34 +153,29 @@ def main(argv: list[str] | None = None) -> int:
                 f"{largest / plan.peak:.3f}",
             ]
         )
-        results["layouts"][str(layout)] = {"layout": asdict(layout), "ranks": measured, "closed_form": plan.as_dict()}
+        results["layouts"][str(layout)] = {"layout": asdict(layout), "ranks": measured, "predicted": plan.as_dict()}
         if options.lines:
             print(plan.text())
     print_table(
         f"Memory per rank, MiB, {options.device}",
-        ["layout", "resident", "closed form", "peak", "closed form", "peak / closed form"],
+        ["layout", "resident", "predicted", "peak", "predicted", "peak / predicted"],
         rows,
     )
     write_json(options.json, "memory", results, {"torch": str(torch.__version__)})
     return 0
 
 
-def predict(
-    layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu", what: Callable[..., Any] | None = None
-) -> Any:
-    """The closed form for a layout; ``what`` may be another plan of the same workload."""
-    from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, PrecisionConfig
-    from megatron_sp.estimate.memory import memory_plan
-    from megatron_sp.estimate.workload import Workload
+def predict(layout: Layout, shape: dict[str, Any], batch: int, device: Any = "cpu") -> Any:
+    """The memory of a layout's rank that holds most, by a run without contents."""
+    from megatron_sp.config.schema import BatchConfig, Config, DataConfig, KernelConfig, ModelConfig, PrecisionConfig
+    from megatron_sp.planner.fake_run import predict
 
-    model = ModelConfig(**{**shape, **layout.model})
-    more = {"head_share": 1 / EVERY} if model.is_bert else {}
-    workload = Workload(
-        model, layout.parallel(), KernelConfig(**layout.kernels),
-        BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp), PrecisionConfig(bf16=layout.bf16),
-        dp=layout.dp, device=device, **more,  # type: ignore[arg-type]
+    sizes = BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp)
+    config = Config(
+        ModelConfig(**{**shape, **layout.model}), layout.parallel(), KernelConfig(**layout.kernels), sizes,
+        precision=PrecisionConfig(bf16=layout.bf16), data=DataConfig(mask_prob=1 / EVERY),
     )  # fmt: skip
-    return (what or memory_plan)(workload)
+    return predict(config, layout.ranks, device).memory
 
 
 def run(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") -> list[dict[str, int]]:

@@ -14,6 +14,7 @@ pairs        8 pairs of layouts on 2 and 4 processes: which is faster, predicted
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -135,9 +136,9 @@ PUBLISHED = [
 def predict_published(row: Published) -> Any:
     """The planner's time of that step (tokens, StepTime)."""
     from megatron_sp.config.flags.arguments import config_from_args
-    from megatron_sp.estimate.hardware import GPUS, LINKS
+    from megatron_sp.planner.fake_run import step_time
+    from megatron_sp.planner.hardware import GPUS, LINKS
     from megatron_sp.planner.machine import Machine
-    from megatron_sp.planner.timing import step_time
 
     more = " --mock-data --bf16 --lr 1e-4 --train-iters 1 --attention-dropout 0 --hidden-dropout 0"
     config = config_from_args((row.flags + more).split(), world_size=row.gpus)
@@ -196,12 +197,9 @@ GAINS = {"1B, 64K": (1.040, 1.32), "7B, 16K": (1.066, 1.53)}
 
 def arithmetic() -> dict[str, Any]:
     from megatron_sp.config.flags.arguments import config_from_args
-    from megatron_sp.estimate.hardware import GPUS, LINKS
-    from megatron_sp.estimate.memory_rank import RankForm
-    from megatron_sp.estimate.workload import workload_of
+    from megatron_sp.planner.fake_run import step_time
+    from megatron_sp.planner.hardware import GPUS, LINKS
     from megatron_sp.planner.machine import Machine
-    from megatron_sp.planner.timing import step_time
-    from megatron_sp.planner.work import Work
 
     def config_of(shape: str, mode: str) -> Any:
         more = f" --mock-data --bf16 --lr 1e-4 --train-iters 1 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 16 {mode}"
@@ -209,16 +207,19 @@ def arithmetic() -> dict[str, Any]:
 
     rows, kept = [], []
     for (shape, name), (forward_ms, backward_ms) in BY_HAND.items():
-        c = config_of(shape, "")
-        work = Work(RankForm(workload_of(c, 8, "cuda")), GPUS[name])
-        for one, by_hand, words in (
-            (work.block_forward(), forward_ms, "forward"), (work.block_backward(), backward_ms, "backward"),
-        ):  # fmt: skip
-            found = 1e3 * (one.products + one.attention)
-            rows.append(
-                [f"{shape}, {name}, {words}", f"{by_hand:.2f} ms", f"{found:.2f} ms", f"{found / by_hand - 1:+.0%}"]
-            )
-            kept.append({"what": rows[-1][0], "by_hand_ms": by_hand, "predicted_ms": found})
+        gpu = GPUS[name]
+        machine, c = Machine(gpu, 8, 1, LINKS[gpu.link], None, 8, gpu.memory_bytes), config_of(shape, "")
+        more, once = copy.deepcopy(c), copy.deepcopy(c)
+        assert c.model.num_layers
+        once.model.num_layers, more.model.num_layers = c.model.num_layers, 2 * c.model.num_layers
+        times = [step_time(config, machine) for config in (once, more)]
+        products, attention = (getattr(times[1], name) - getattr(times[0], name) for name in ("products", "attention"))
+        found, by_hand = (
+            1e3 * gpu.sustained * (products + attention) / c.model.num_layers / 16,
+            forward_ms + backward_ms,
+        )
+        rows.append([f"{shape}, {name}", f"{by_hand:.2f} ms", f"{found:.2f} ms", f"{found / by_hand - 1:+.0%}"])
+        kept.append({"what": rows[-1][0], "by_hand_ms": by_hand, "predicted_ms": found})
     gpu = replace(GPUS["h100-80g"], host_ms=0.0)  # what is hidden on the GPU; at 16K tokens Python takes longer
     for shape, bounds in GAINS.items():
         for nodes, bound in zip((1, 8), bounds, strict=True):
@@ -359,7 +360,7 @@ def predict_way(way: Way, shape: dict[str, Any], machine: Any) -> Any:
     """StepTime of one side."""
     from megatron_sp.config.rules import normalize
     from megatron_sp.config.schema import Config
-    from megatron_sp.planner.timing import step_time
+    from megatron_sp.planner.fake_run import step_time
 
     def timed(work: Any) -> Any:
         parts = {name: getattr(work, name) for name in ("model", "parallel", "kernels", "batch", "precision")}

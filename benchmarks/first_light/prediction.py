@@ -11,12 +11,13 @@ import torch
 from first_light.records import NotThereError
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.hardware import GPUS, LINKS, Gpu
 from megatron_sp.estimate.memory_plan import MemoryPlan
 from megatron_sp.estimate.workspaces import VARIABLE, workspaces
 from megatron_sp.planner.calibrate import measure_machine
+from megatron_sp.planner.fake_run import step_time
+from megatron_sp.planner.hardware import GPUS, LINKS, Gpu
 from megatron_sp.planner.machine import Machine
-from megatron_sp.planner.timing import StepTime, step_time
+from megatron_sp.planner.timeline import StepTime
 
 
 def config_of(shape: dict[str, int], flags: str = "", world_size: int = 1) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_sp.comm import collectives, groups
+from megatron_sp.comm import collectives, groups, object_collectives
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,17 @@ class Call:
 
 
 class Work:
-    """A collective, or a message: nobody knows when the other rank takes it, so what is sent stays until the wait."""
+    """A collective, or a message: nobody knows when the other rank takes it, so what is sent stays until the wait.
 
-    def __init__(self, is_message: bool = False) -> None:
-        self._is_message = is_message
+    ``on_wait`` is called when it is waited for.
+    """
+
+    def __init__(self, is_message: bool = False, on_wait: Callable[[], None] | None = None) -> None:
+        self._is_message, self._on_wait = is_message, on_wait
 
     def wait(self, *_: Any) -> bool:
+        if self._on_wait is not None:
+            self._on_wait()
         return True
 
     def is_completed(self) -> bool:
@@ -45,18 +52,19 @@ def put(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def join_nobody(
-    undo: ExitStack, world_size: int, rank: int, backend: str, tell: Callable[[str, Any, Tensor, int], None]
-) -> None:
+    undo: ExitStack, world_size: int, rank: int, backend: str,
+    tell: Callable[[str, Any, Tensor, int], Callable[[], None]],
+) -> None:  # fmt: skip
     """Be a rank of such a job until ``undo`` is closed; there must be no process group yet.
 
-    ``tell`` is called with each collective: operation, group, operand, and the bytes that this rank sends.
+    ``tell`` is called with each collective: operation, group, operand, and the bytes that this rank sends; it returns
+    what to call when the collective is waited for.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     undo.callback(dist.destroy_process_group)
 
     def sent(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
-        tell(op, group, x, num_bytes)
-        return Work(op == "send")
+        return Work(op == "send", tell(op, group, x, num_bytes))
 
     def all_reduce(x: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Work:
         size = dist.get_world_size(group)
@@ -86,7 +94,10 @@ def join_nobody(
     def broadcast(
         x: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
     ) -> Work:
-        return sent("broadcast", group, x, x.nbytes)
+        work = sent("broadcast", group, x, x.nbytes)
+        if not async_op:
+            work.wait()
+        return work
 
     replaced: dict[str, Any] = {
         "all_reduce": all_reduce, "all_gather": gather_list, "all_to_all_single": all_to_all, "broadcast": broadcast,
@@ -97,6 +108,12 @@ def join_nobody(
     for name, stand_in in replaced.items():
         put(undo, dist, name, stand_in)
 
+    def gather_json(value: Any, group: Any) -> list[Any]:
+        return [json.loads(json.dumps(value))] * (1 if group is None else dist.get_world_size(group))
+
+    for module in [module for name, module in sys.modules.items() if name.startswith(__package__.partition(".")[0])]:
+        if vars(module).get("gather_json") is object_collectives.gather_json:  # of many ranks it makes many tensors
+            put(undo, module, "gather_json", gather_json)
     put(undo, collectives, "_all_gather", all_gather)
     put(undo, collectives, "_reduce_scatter", reduce_scatter)
     put(undo, groups, "_options", lambda *_, **__: None)

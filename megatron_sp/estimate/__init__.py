@@ -1,1 +1,1 @@
-"""Closed forms of memory, communication volume and FLOPs, and hardware specifications; nothing here needs torch."""
+"""FLOPs, parameters and pipeline stages in closed form, and memory by a rough one; nothing here needs torch."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory import plans_of_ranks
-from megatron_sp.estimate.workload import workload_of
+from megatron_sp.estimate.rough import rough_ranks
 
-CERTAIN = 0.9
-"""Part of a predicted peak that is sure to be needed: the form is within 5 % of measured steps."""
+CERTAIN = 0.8
+"""Part of a peak by the rough form that is sure to be needed."""
 HOW_TO_START = "--allow-oom: start all the same"
 
 
 def host_need(config: Config, world_size: int) -> float:
     """Return the bytes that a rank on a CPU certainly needs, the mean over the stages of a pipeline; a save can go without its copy."""
-    plans = plans_of_ranks(workload_of(config, world_size, "cpu"), config.optimizer.optimizer)
+    plans = [rank.plan() for rank in rough_ranks(config, world_size, "cpu")]
     return sum(max(plan.resident, CERTAIN * plan.peak) for plan in plans) / len(plans)
 
 

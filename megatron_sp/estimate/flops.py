@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from megatron_sp.config.schema import ModelConfig
+from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.config.schema_run import PEAK_TFLOPS
 
 if TYPE_CHECKING:
@@ -100,6 +100,11 @@ def seen_share(config: ModelConfig) -> float:
         return 1.0
     window = 1.0 if config.window_size is None else min(1.0, config.window_size / config.seq_length)
     return window - window**2 / 2
+
+
+def head_share(config: Config) -> float:
+    """Return the share of the positions that the head processes: for BERT the masked ones, else all."""
+    return config.data.mask_prob if config.model.is_bert else 1.0
 
 
 def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+Device = Literal["cpu", "cuda"]
+
 _MIB = 2**20
 
 

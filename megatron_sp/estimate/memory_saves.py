@@ -10,9 +10,10 @@ not import torch; a test compares it with the distribution in a run.
 
 from __future__ import annotations
 
+import math
+
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory_rank import largest_form
-from megatron_sp.estimate.workload import workload_of
+from megatron_sp.estimate.rough import rough_ranks
 
 
 def copy_bytes(config: Config, world_size: int) -> int:
@@ -20,20 +21,15 @@ def copy_bytes(config: Config, world_size: int) -> int:
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.save_interval or not checkpoint.async_save or config.batch.skip_train:
         return 0
-    parallel = config.parallel
-    form = largest_form(workload_of(config, world_size, "cpu"))
-    shape = form.shape
-    with_state = not checkpoint.no_save_optim
-    wide = shape.wide
-    state = with_state * wide * (2 if config.optimizer.optimizer == "adam" else 1)
-    each = shape.e + state + with_state * wide * shape.is_16_bit
-    ranks = parallel.dp_size(world_size) * shape.cp * shape.sp
-    tables = 1 + config.model.untie_embeddings_and_output_weights
-    padding = max(0, shape.rows - (config.model.vocab_size or 0)) * shape.h * tables  # padding rows are not saved
-    of_experts = sum(map(form.zero.size, form.zero.experts))
-    share = -(-(form.zero.num_params - of_experts - padding) * each // ranks) + -(
-        -of_experts * each // form.zero.expert_ranks
-    )
-    if parallel.zero_stage > 0 or ranks == 1:
+    rank = max(rough_ranks(config, world_size, "cpu"), key=lambda rank: rank.num_params)
+    with_state, is_16_bit = not checkpoint.no_save_optim, rank.e == 2
+    state = with_state * rank.wide * (2 if config.optimizer.optimizer == "adam" else 1)
+    each = rank.e + state + with_state * rank.wide * is_16_bit
+    vocab = config.model.vocab_size or 0
+    padding = (
+        max(0, rank.rows - vocab) * rank.h * (1 + config.model.untie_embeddings_and_output_weights)
+    )  # of the vocabulary: not saved
+    share = math.ceil((rank.shard - padding / rank.replicas) * each)
+    if config.parallel.zero_stage > 0 or rank.replicas == 1:
         return share
-    return max(share, min(shape.rows, config.model.vocab_size or 0) * shape.h * max(shape.e, wide if with_state else 0))
+    return max(share, min(rank.rows, vocab) * rank.h * max(rank.e, rank.wide if with_state else 0))

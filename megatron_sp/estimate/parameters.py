@@ -35,14 +35,16 @@ def _count(model: ModelConfig, experts: int) -> int:
     )
     head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
     of_experts = len(model.expert_layers(model.num_layers))
-    mlps = (model.num_layers - of_experts) * _mlp(model, model.ffn_size)
+    mlps = (model.num_layers - of_experts) * mlp_parameters(model, model.ffn_size)
     if of_experts:
-        shared = _mlp(model, model.shared_expert_size) if model.shared_expert_size else 0
-        mlps += of_experts * ((model.num_experts or 0) * h + experts * _mlp(model, model.expert_ffn_size) + shared)
+        shared = mlp_parameters(model, model.shared_expert_size) if model.shared_expert_size else 0
+        mlps += of_experts * (
+            (model.num_experts or 0) * h + experts * mlp_parameters(model, model.expert_ffn_size) + shared
+        )
     return model.num_layers * block + mlps + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)
 
 
-def _mlp(model: ModelConfig, width: int) -> int:
+def mlp_parameters(model: ModelConfig, width: int) -> int:
     """Return the parameters of an MLP or an expert of this width."""
     assert model.hidden_size
     h, wide = model.hidden_size, width * (2 if model.is_gated else 1)

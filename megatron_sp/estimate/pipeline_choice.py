@@ -15,9 +15,9 @@ from typing import NamedTuple
 from megatron_sp.config.rules_pipeline import pipeline_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.estimate.flops import head_in_layers, layer_shares
-from megatron_sp.estimate.memory import memory_plan
+from megatron_sp.estimate.memory_plan import Device
+from megatron_sp.estimate.rough import rough_memory
 from megatron_sp.estimate.stages import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
-from megatron_sp.estimate.workload import num_micro_batches, workload_of
 from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind
 from megatron_sp.parallel.pipeline_replay import replay
 
@@ -80,11 +80,10 @@ def allowed_schedules(config: Config, num_micro_batches: int) -> list[Allowed]:
 def try_schedules(config: Config, world_size: int) -> list[Tried]:
     """Return the schedules that a configuration allows, with their memory; the model's ``vocab_size`` must be set."""
     found = []
-    for allowed in allowed_schedules(config, num_micro_batches(workload_of(config, world_size, "cpu"))):
-        workload = workload_of(
-            _with_kind(config, allowed.kind), world_size, "cpu" if config.kernels.device == "cpu" else "cuda"
-        )
-        found.append(Tried(*allowed, memory_plan(workload).peak))
+    each = config.batch.micro_batch_size * config.parallel.dp_size(world_size)
+    for allowed in allowed_schedules(config, (config.batch.global_batch_size or each) // each):
+        device: Device = "cpu" if config.kernels.device == "cpu" else "cuda"
+        found.append(Tried(*allowed, rough_memory(_with_kind(config, allowed.kind), world_size, device).peak))
     return found
 
 

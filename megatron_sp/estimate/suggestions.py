@@ -1,4 +1,4 @@
-"""Suggestions for a run with too little memory; each change is evaluated with the closed form before it is suggested."""
+"""Suggestions for a run with too little memory; each change is tried by the rough form before it is suggested."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from megatron_sp.config.rules import normalize, violations
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory import memory_plan
-from megatron_sp.estimate.memory_plan import Line, MemoryPlan
+from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan
 from megatron_sp.estimate.memory_saves import copy_bytes
-from megatron_sp.estimate.workload import Device, workload_of
+from megatron_sp.estimate.rough import rough_memory
 from megatron_sp.utils.format import format_bytes
 
 _NUMBER = 3
@@ -20,17 +19,15 @@ _MOST_TRIED = 1 << 10  # divisors of a batch size that are tried; a larger size 
 
 
 class Suggestion(NamedTuple):
-    """A change of flags, and the predicted peak with it."""
+    """A change of flags, and the peak with it by the rough form."""
 
     flags: str
     peak: int
 
 
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
-    """Return the memory plan of one rank, with the copy for background saves; the vocabulary size must be set."""
-    return with_saves(
-        memory_plan(workload_of(config, world_size, device), config.optimizer.optimizer), config, world_size, device
-    )
+    """Return the memory of the fullest rank by the rough form, with the copy for background saves; the vocabulary size must be set."""
+    return with_saves(rough_memory(config, world_size, device), config, world_size, device)
 
 
 def with_saves(plan: MemoryPlan, config: Config, world_size: int, device: Device) -> MemoryPlan:

@@ -13,6 +13,7 @@ import re
 from megatron_sp.estimate.memory_plan import Line
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = "workspaces of cuBLAS"
 _HANDLES = 2
 _KIB = 1024
 _HOPPER, _HOPPER_BYTES = (9, 0), 32 * _KIB**2
@@ -29,4 +30,4 @@ def workspaces(capability: tuple[int, int], setting: str = "") -> Line:
     pairs = re.findall(r":([0-9]+):([0-9]+)", setting)
     default = _HOPPER_BYTES if capability == _HOPPER else _OTHER_BYTES
     each = sum(int(size) * int(count) for size, count in pairs) * _KIB if pairs else default
-    return Line("workspaces of cuBLAS", _HANDLES * each)
+    return Line(WORKSPACES, _HANDLES * each)

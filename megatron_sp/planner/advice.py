@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megatron_sp.config.rules import violations
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.hardware import GPUS
 from megatron_sp.estimate.suggestions import plan_of
+from megatron_sp.planner.hardware import GPUS
 from megatron_sp.planner.machine import Machine, reserve
 from megatron_sp.planner.parallel_plans import (
     Given,

@@ -23,10 +23,10 @@ from torch import Tensor
 from megatron_sp.comm.collectives import all_reduce, all_to_all_async, barrier
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.hardware import CPU, Gpu, Link
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.norm import NormSpec, norm
+from megatron_sp.planner.hardware import CPU, Gpu, Link
 from megatron_sp.planner.machine import Machine
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.host_memory import host_memory_bytes

@@ -13,15 +13,15 @@ from megatron_sp.config.rules import normalize, violations
 from megatron_sp.config.rules_context import can_delay
 from megatron_sp.config.rules_experts import share_violations
 from megatron_sp.config.schema import Config, raise_all
-from megatron_sp.estimate.hardware import CPU, GIB, find_gpu, find_link
 from megatron_sp.planner import report
 from megatron_sp.planner.advice import find_changes, least_memory
 from megatron_sp.planner.context_picture import context_svg
 from megatron_sp.planner.context_rows import ContextRows, mask_of_row
 from megatron_sp.planner.dry_run import complete
+from megatron_sp.planner.hardware import CPU, GIB, find_gpu, find_link
 from megatron_sp.planner.machine import Machine, cards_of
 from megatron_sp.planner.parallel_plans import Given, default_batch
-from megatron_sp.planner.search import search
+from megatron_sp.planner.search import FINALISTS, search
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
 from megatron_sp.utils.processes import num_cores
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
 
         check_picture(args.picture, base.parallel.context_parallel_size > 1)
     machine = read_machine(args, base)
-    found = search(base, given, machine, num_cores())
+    found = search(base, given, machine, num_cores(), max(FINALISTS, 3 * args.top))
     if not found.candidates:
         raise ConfigError(_nothing_fits(base, given, machine, [f"{each.who}: {each.why}" for each in found.rejected]))
     best = found.best_of_each()[: args.top]

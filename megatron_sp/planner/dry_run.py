@@ -1,8 +1,7 @@
 """Dry run (--dry-run): memory and communication of every rank for any number of processes, without starting any.
 
-Memory is that of the program itself, which runs on tensors without contents (``planner/fake_run.py``); with cp and
-pipelines, whose runs take long, it is the closed form of ``estimate/memory.py``. Communication comes from
-``estimate/traffic.py``, which knows what can run under computation. Tests compare all of them with real steps.
+Both are those of the program itself, which runs on tensors without contents (``planner/fake_run.py``); tests compare them
+with real steps. Absurd sizes have their memory by the rough form, and so has what makes the program stumble.
 """
 
 from __future__ import annotations
@@ -14,25 +13,24 @@ from typing import Any
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.fits import HOW_TO_START, host_need, num_samples_of, order_bytes
-from megatron_sp.estimate.memory_plan import Line, MemoryPlan
-from megatron_sp.estimate.memory_rank import largest_form
+from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan
 from megatron_sp.estimate.memory_saves import copy_bytes
 from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.estimate.pipeline_choice import settle_schedule
+from megatron_sp.estimate.rough import RoughRank, rough_ranks
 from megatron_sp.estimate.stages import layers_of_stages
-from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of, with_saves
-from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
-from megatron_sp.estimate.workload import Device, workload_of
+from megatron_sp.estimate.suggestions import find_suggestions, plan_of, with_saves
 from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
+from megatron_sp.planner.timeline import TrafficPlan
 from megatron_sp.training.resume import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.resume_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 
-_MOST_TOKENS, _MOST_RANKS = (
-    2**18,
-    4096,
-)  # of a run on tensors without contents: there is an operator for each chunk of tokens
+_MOST_CHUNKS, _MOST_RANKS = (
+    2**11,
+    2**16,
+)  # of the head's tokens, for each of which there are operators; and of processes
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class RunPlan:
         active_params: of these, the number that a token uses.
         params_of_rank: number of elements in the flat buffers of one tp rank, unsharded; a rank holds ``kept_params``
             of them.
-        remedies: changes that lower the peak.
+        remedies: changes that lower the peak, and the peak with each.
         copy_of_saves: bytes of host memory for the copy of --async-save; on CPUs included in ``memory``.
         notes: ignored flags, and the starting point of the run if that is not obvious.
         overlap: mode that --sp-overlap-mode auto counts as, on GPUs; empty: the mode is given.
@@ -61,7 +59,7 @@ class RunPlan:
     num_micro_batches: int
     memory: MemoryPlan
     traffic: TrafficPlan
-    remedies: list[Suggestion]
+    remedies: list[tuple[str, int]]
     copy_of_saves: int = 0
     notes: tuple[str, ...] = ()
     overlap: str = ""
@@ -76,6 +74,7 @@ class RunPlan:
             "tp": parallel.tensor_model_parallel_size, "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
         }  # fmt: skip
         active = {"active": self.active_params} if self.config.model.has_experts else {}
+        remedies = [{"flags": flags, "peak": peak} for flags, peak in self.remedies]
         layout |= {"ep": parallel.expert_model_parallel_size} if active else {}
         parameters = {
             "model": self.num_params,
@@ -86,7 +85,7 @@ class RunPlan:
         return {
             "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
             "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
-            "remedies": [remedy._asdict() for remedy in self.remedies], "copy_of_saves": self.copy_of_saves, "launches": self.launches,
+            "remedies": remedies, "copy_of_saves": self.copy_of_saves, "launches": self.launches,
             "notes": list(self.notes),
         }  # fmt: skip
 
@@ -138,9 +137,9 @@ class RunPlan:
             )
         if self.launches:
             lines.append(f"launches of a rank and step: {self.launches:,} operators and kernels")
-        if not traffic.flows:
+        if self.world_size == 1:
             lines.append("traffic: none, there is one process")
-        else:
+        elif traffic.flows:
             lines.append(
                 f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent, of which"
                 f" {format_bytes(traffic.can_hide)} ({traffic.can_hide / max(traffic.num_bytes, 1):.0%}) can run under computation"
@@ -160,7 +159,8 @@ class RunPlan:
             )
         if self.remedies:
             lines.append(
-                "less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies)
+                "less memory: "
+                + "; ".join(f"{flags}: peak about {format_bytes(peak)}" for flags, peak in self.remedies)
             )
         lines += self.notes
         return "\n".join(lines)
@@ -170,7 +170,7 @@ class RunPlan:
         cp, data = self.config.parallel.context_parallel_size, self.config.data
         if cp == 1:
             return []
-        if not any(flow.group == "cp" for flow in self.traffic.flows):
+        if self.traffic.flows and not any(flow.group == "cp" for flow in self.traffic.flows):
             return [f"the {cp} cp ranks exchange no keys and values: with this mask a token sees itself alone"]
         if data.reset_attention_mask or data.bert_pack_sequences:
             return [
@@ -206,38 +206,41 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
         "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     )
     settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
-    workload = workload_of(settled, world_size, device)
-    form = largest_form(workload)
-    memory, launches, why_not = _memory(settled, world_size, device)
+    rank = max(rough_ranks(settled, world_size, device), key=lambda rank: rank.num_params)
+    memory, traffic, launches, why_not = _run(settled, world_size, device, rank)
+    kept_params = rank.shard if settled.parallel.zero_stage == 3 else rank.num_params
     return RunPlan(
-        config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
-        form.zero.kept_params, form.shape.num_micro_batches, memory, traffic_plan(workload),
-        find_suggestions(settled, world_size, device), copy_bytes(config, world_size),
+        config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), round(rank.num_params),
+        round(kept_params), rank.count, memory, traffic, _remedies(settled, world_size, device, memory.peak),
+        copy_bytes(config, world_size),
         tuple(filter(None, (*config.remarks, *notes, choice, why_not, _refused_here(config, world_size, device)))), overlap, launches,
     )  # fmt: skip
 
 
-def _memory(config: Config, world_size: int, device: Device) -> tuple[MemoryPlan, int, str]:
-    """Return the memory of the rank that holds most, how many operators and kernels a step launches (0: not known), and a note.
+def _run(config: Config, world_size: int, device: Device, rank: RoughRank) -> tuple[MemoryPlan, TrafficPlan, int, str]:
+    """Return memory and traffic, how many operators and kernels a step launches (0: not known), and a note."""
+    why_not = ""
+    if rank.tokens / min(rank.head_tokens, rank.tokens) > _MOST_CHUNKS or world_size > _MOST_RANKS:
+        why_not = "its sizes are too large"
+    else:
+        from megatron_sp.planner.fake_run import predict  # torch takes a second
 
-    Attention in pieces (cp) is thousands of small operators, and a pipeline many passes on several unlike ranks: their runs
-    take longer than one waits for a dry run, and the closed form gives the same bytes. So do absurd sizes.
-    """
-    parallel, tokens = config.parallel, config.batch.micro_batch_size * (config.model.seq_length or 0)
-    is_long = tokens > _MOST_TOKENS or world_size > _MOST_RANKS
-    if is_long or parallel.context_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1:
-        return plan_of(config, world_size, device), 0, ""
-    from megatron_sp.planner.fake_run import predict  # torch takes a second
+        try:
+            found = predict(config, world_size, device)
+            return with_saves(found.memory, config, world_size, device), found.traffic, found.launches, ""
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # an operator of some torch that does without contents in another way
+            why_not = next(iter(str(error).splitlines()), type(error).__name__)[:160]
+    why_not = f"memory is that of a rough form: a step cannot be tried on tensors without contents ({why_not})"
+    return plan_of(config, world_size, device), TrafficPlan(()), 0, why_not
 
-    try:
-        found = predict(config, world_size, device)
-    except (RuntimeError, TypeError) as error:  # an operator of some torch that does without contents in another way
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        why_not = (
-            f"memory is that of the closed form: a step cannot be tried on tensors without contents ({reason[:160]})"
-        )
-        return plan_of(config, world_size, device), 0, why_not
-    return with_saves(found.memory, config, world_size, device), found.launches, ""
+
+def _remedies(config: Config, world_size: int, device: Device, peak: int) -> list[tuple[str, int]]:
+    """Return changes that lower the peak: by the rough form, in proportion to what it says of the configuration itself."""
+    share = peak / plan_of(config, world_size, device).peak
+    return [(remedy.flags, round(share * remedy.peak)) for remedy in find_suggestions(config, world_size, device)]
 
 
 def _refused_here(config: Config, world_size: int, device: Device) -> str:

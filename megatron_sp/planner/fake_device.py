@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.nobody import Call, join_nobody, put
+from megatron_sp.ops.kernels.launch import Launch
+from megatron_sp.planner.timeline import Event, Moved, Product, cost_of, size_of, tensors_of
 from megatron_sp.training import sequences
 
 Kind = Literal["cpu", "cuda"]
@@ -64,6 +66,8 @@ class FakeDevice(TorchDispatchMode):
         live: bytes on the device.
         host: bytes in host memory that is copied from and to a GPU, by place.
         calls: collectives, in order.
+        events: operators with their costs (if ``keeps_time``), and the beginnings and ends of collectives, in order.
+        older_attention: it is FlashAttention 2 that computes it.
         launches: operators and kernels on the device.
     """
 
@@ -76,11 +80,14 @@ class FakeDevice(TorchDispatchMode):
         self.host = Counter[int]()
         self.phase = "forward"
         self.calls: list[Call] = []
+        self.events: list[Event] = []
         self._seen: dict[int, tuple[int, int]] = {}  # bytes and place of storages
         self._on_host: set[int] = set()
         self._results: dict[Any, tuple[bool, list[Any]]] = {}
         self._makes_new: dict[Any, bool] = {}
         self._inside = False  # an operator, of which some are torch's own Python
+        self._kinds: dict[int, tuple[str, bool]] = {}  # of costs, by place
+        self.older_attention, self.keeps_time = False, False
 
     # memory
 
@@ -162,7 +169,7 @@ class FakeDevice(TorchDispatchMode):
         )
 
     def _is_of_host(self, args: Any) -> bool:
-        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        tensors = tensors_of(args)
         return bool(tensors) and all(not x.is_meta or x.untyped_storage()._cdata in self._on_host for x in tensors)
 
     def is_here(self, device: str | torch.device) -> bool:
@@ -198,10 +205,12 @@ class FakeDevice(TorchDispatchMode):
                 return self._of_host(torch.empty(args[0], dtype=dtype, device=_META))
         if special := _SPECIAL.get(name):
             result = special(self, func, args, kwargs)
+        elif (func in _IN_PLACE or (func not in _KNOWN and _is_in_place(func))) and args[0].is_meta:
+            result = args[0]  # nothing is allocated, and no shape changes
         elif func._overloadname == "dtype_out":
             result = kwargs["out"]  # torch 2.11 fails to check it without contents
         else:
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            tensors = tensors_of((args, kwargs))
             if (
                 any(x.is_meta for x in tensors)
                 and any(not x.is_meta for x in tensors)
@@ -215,12 +224,45 @@ class FakeDevice(TorchDispatchMode):
             return tree_map(lambda x: self._of_host(x) if isinstance(x, Tensor) and x.is_meta else x, result)
         if not func.is_view:
             self.launches += 1
-            for x in tree_leaves(result):
-                if isinstance(x, Tensor):
-                    self._note(x)
+            made = tensors_of(result)
+            for x in made:
+                self._note(x)
+            if self.keeps_time and any(x.is_meta for x in (made or tensors_of(args))):
+                self._count(func, args, kwargs, result)
         if name in _FLASH_BACKWARD and self.kind == "cuda":
             self._borrow(*(args[i] for i in _FLASH_BACKWARD[name]))
         return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operator to the events."""
+        kind, is_weight, place = "", False, self._place()
+        if place in self._kinds:
+            kind, is_weight = self._kinds[place]
+        else:
+            file = next(name for name, number in self.places.items() if number == place)
+            kind = (
+                "activation"
+                if file.startswith("ops/activation")
+                else "update"
+                if file.startswith(("optim/optimizer", "ops/adamw"))
+                else ""
+            )
+            self._kinds[place] = kind, is_weight = kind, file.startswith("ops/main_grad")
+        if (cost := cost_of(func, args, kwargs, result, self.older_attention, kind)) is not None:
+            self.events.append(Event(cost, is_weight=is_weight))
+
+    def launch(self, launched: Launch) -> None:
+        """Take note of one of our kernels."""
+        self.launches += 1
+        if not self.keeps_time:
+            return
+        if "grouped" in launched.name:  # gradients of experts' weights
+            grad, x = launched.arguments[:2]
+            self.events.append(
+                Event(Product(grad.shape[1], x.shape[1], grad.shape[0], 1, grad.element_size()), is_weight=True)
+            )
+        else:
+            self.events.append(Event(Moved(size_of([*launched.reads, *launched.writes]))))
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator, by memory if it only makes new tensors: torch's Python takes long to work out their shapes."""
@@ -234,7 +276,7 @@ class FakeDevice(TorchDispatchMode):
         if known is None:
             result = func(*args, **kwargs)
             flat, known = tree_leaves(result), None
-            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            given = {x.untyped_storage()._cdata for x in tensors_of((args, kwargs))}
             own = all(isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in given for x in flat)
             if own and isinstance(result, Tensor | tuple):  # _unsafe_view is one that does not say that it is a view
                 self._results[key] = isinstance(result, Tensor), [(x.shape, x.stride(), x.dtype) for x in flat]
@@ -253,16 +295,55 @@ class FakeDevice(TorchDispatchMode):
         self._change(num_bytes, place)
         self._change(-num_bytes, place)
 
-    def send(self, op: str, group: Any, x: Tensor, num_bytes: int) -> None:
-        """Count a collective of the device, or a message, of which this rank sends so many bytes."""
-        if x.is_meta:
-            self.launches += 1
-            self.calls.append(Call(op, group, num_bytes, self._place()))
+    def send(self, op: str, group: Any, x: Tensor, num_bytes: int) -> Callable[[], None]:
+        """Count a collective of the device, or a message, and the bytes that this rank sends; return what to call at a wait for it."""
+        if not x.is_meta:
+            return lambda: None
+        self.launches += 1
+        self.calls.append(Call(op, group, num_bytes, self._place()))
+        number = len(self.calls) - 1
+        self.events.append(Event(None, number))
+        return lambda: self.events.append(Event(None, number, is_wait=True))
 
     def compare(self, micro_batches: Any, groups: Any) -> None:
         """Stand for ``sequences.require_same_sequences``, which reads what all ranks say."""
         if max(groups.cp.size(), groups.pp.size()) > 1:
             all_reduce(torch.empty(2 * groups.dp_size, dtype=torch.int64, device=_META), groups.world)
+
+
+_KNOWN, _IN_PLACE = set[Any](), set[Any]()  # operators that have been looked at, and those of them that work in place
+_RESHAPING = (
+    "resize_",
+    "set_",
+    "t_",
+    "transpose_",
+    "squeeze_",
+    "unsqueeze_",
+    "as_strided_",
+    "detach_",
+    "swapaxes_",
+    "swapdims_",
+)
+
+
+def _is_in_place(func: Any) -> bool:
+    """Return whether an operator changes its first operand and returns it; it is looked at once."""
+    _KNOWN.add(func)
+    schema = func._schema
+    first = schema.arguments[0] if schema.arguments else None
+    name = schema.name.removeprefix("aten::")
+    writes = (
+        first is not None and first.alias_info is not None and first.alias_info.is_write and len(schema.returns) == 1
+    )
+    if (
+        writes
+        and name.endswith("_")
+        and name not in _RESHAPING
+        and str(schema.returns[0].type) == "Tensor"
+        and func.namespace == "aten"
+    ):
+        _IN_PLACE.add(func)
+    return func in _IN_PLACE
 
 
 def _key(x: Any) -> Any:
@@ -413,7 +494,7 @@ def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
     if device.kind == "cuda":
         _replace_cuda(device, undo)
         _stand_in_for_triton(undo)
-        put(undo, launch, "launcher", lambda launched: setattr(device, "launches", device.launches + 1))
+        put(undo, launch, "launcher", device.launch)
 
 
 def _replace_cuda(device: FakeDevice, undo: ExitStack) -> None:

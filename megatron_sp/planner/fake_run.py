@@ -13,6 +13,8 @@ are counted from the nearer end of their pass, since layers are added in the mid
 from __future__ import annotations
 
 import copy
+import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -27,16 +29,22 @@ from torch.utils._pytree import tree_leaves
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.nobody import put
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.expert_rows import RoutedRows, even_rows
+from megatron_sp.estimate.context_form import context_plan
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
-from megatron_sp.estimate.stages import layer_costs, layers_of_stages
-from megatron_sp.estimate.traffic import Flow, Op, TrafficPlan
+from megatron_sp.estimate.stages import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
+from megatron_sp.estimate.suggestions import with_saves
+from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.ops import attention as attention_ops
 from megatron_sp.ops.attention_choice import AttentionKernel, choose_kernel, known_lack
 from megatron_sp.ops.fused_kernels import ELEMENTWISE, FusedKernel, FusedKernels
 from megatron_sp.ops.kernels import launch
 from megatron_sp.parallel.expert_exchange import Counts
+from megatron_sp.parallel.pipeline_plan import Action
+from megatron_sp.parallel.pipeline_replay import replay
+from megatron_sp.planner.expert_rows import RoutedRows, even_rows
 from megatron_sp.planner.fake_device import FakeDevice, Kind, fake_device
+from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.timeline import Key, Replay, StepTime, TrafficPlan, assemble, flows_of
 from megatron_sp.tasks.bert import bert_task
 from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training import kernel_selection, run
@@ -52,7 +60,6 @@ _HALF = 2  # of these, those before the middle, where layers are added
 _PASSES = 3  # micro-batches, without a pipeline
 _SECOND = (4, 5)  # numbers of the passes of the second one: the first is before any pass
 _OF_LAYERS = ("tp", "sp", "cp", "ep", "pp", "sequence")  # groups over which layers and stages send
-_MOST_CP = 8  # of more cp ranks the first, the middle and the last are run
 
 # what a tensor is part of, by the beginning of the file that has allocated it
 _PARTS = {
@@ -72,7 +79,7 @@ _WHOLE = ("gradients", "buffers for whole parameters", "messages between stages"
 _KINDS = {
     "optim/gradients.py": "gradients", "optim/weights.py": "parameters", "optim/optimizer.py": "gradient norm",
     "training/": "losses and counts",
-    "parallel/context": "keys and values", "parallel/ulysses": "heads", "parallel/expert": "rows of experts",
+    "parallel/context": "keys and values", "parallel/expert": "rows of experts",
     "parallel/router": "loads of experts",
     "parallel/lm_head": "maxima and sums of the loss", "parallel/pipeline": "activations of stages", "parallel/": "activations",
     "ops/": "activations", "planner/": "comparison of sequences",
@@ -89,8 +96,9 @@ class Segment:
         place: unit of the model that it begins with; -1: none.
         peak: bytes on the device at most.
         lines: of which, by name.
-        calls: number and bytes of collectives, by (kind, op, group, ranks).
+        calls, sent: number and bytes of collectives, by (kind, op, group, ranks).
         launches: on the device.
+        spent: seconds by cause (``timeline.py :: Replay.of``).
     """
 
     of_pass: int
@@ -98,9 +106,10 @@ class Segment:
     place: int
     peak: float
     lines: Counter[str]
-    calls: Counter[tuple[str, str, str, int]]
-    sent: Counter[tuple[str, str, str, int]]
+    calls: Counter[Key]
+    sent: Counter[Key]
     launches: float
+    spent: Counter[Any]
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,15 @@ class RankRun:
         """Bytes at most within a phase."""
         return max((segment.peak for segment in self.segments if segment.phase == phase), default=0)
 
-    def sent(self) -> dict[tuple[str, str, str, int], tuple[float, float]]:
+    def spent(self, phase: str = "") -> Counter[Any]:
+        """Seconds by cause, of a phase or of all of it."""
+        found = Counter[Any]()
+        for segment in self.segments:
+            if phase in ("", segment.phase):
+                found.update(segment.spent)
+        return found
+
+    def sent(self) -> dict[Key, tuple[float, float]]:
         """Number and bytes of collectives, by (kind, op, group, ranks)."""
         calls, sent = Counter[Any](), Counter[Any]()
         for segment in self.segments:
@@ -149,33 +166,48 @@ class Prediction:
         memory: of the rank that holds most.
         traffic: of the rank that sends most.
         launches: of the first rank's, on the device.
+        time: of the rank that computes longest; None: no machine was given.
     """
 
     memory: MemoryPlan
     traffic: TrafficPlan
     launches: int
+    time: StepTime | None
 
 
-def predict(config: Config, world_size: int, kind: Kind) -> Prediction:
+def predict(config: Config, world_size: int, kind: Kind, machine: Machine | None = None) -> Prediction:
     """Predict a step of a validated configuration, with its vocabulary size, from runs of the ranks of which one holds most."""
-    runs = [_Deep(config, world_size, kind).run(rank) for rank in ranks_to_run(config, world_size)]
+    deep = _Deep(config, world_size, kind, machine)
+    runs = [deep.run(rank) for rank in ranks_to_run(config, world_size)]
     fullest = max(runs, key=lambda run: run.peak)
     busiest = max(runs, key=lambda run: sum(num_bytes for _, num_bytes in run.sent().values()))
-    return Prediction(
-        _memory_plan(fullest), _traffic_plan(busiest), round(sum(segment.launches for segment in runs[0].segments))
-    )
+    traffic = TrafficPlan(flows_of(busiest.sent(), busiest.spent()))
+    launches = round(sum(segment.launches for segment in runs[0].segments))
+    return Prediction(_memory_plan(fullest), traffic, launches, None if machine is None else deep.time(runs, machine))
+
+
+def step_time(config: Config, machine: Machine) -> StepTime:
+    """Return the time of a step of a validated configuration on a machine."""
+    found = predict(config, machine.gpus, "cpu" if machine.is_cpu else "cuda", machine).time
+    assert found is not None
+    return found
 
 
 def ranks_to_run(config: Config, world_size: int) -> list[int]:
-    """Return the ranks of which one holds most, and one sends most: of each pipeline rank, or of each cp rank.
+    """Return the ranks of which one holds most, and one sends most, of the pipeline ranks and of the cp ranks.
 
     In every schedule a rank of a pipeline has as many passes between F and B as the next one, or more; so of those between the ends only
-    the first of each number of layers is run. With both the first cp rank and the last.
+    the first of each number of layers is run. Of the cp ranks those run that have most positions and pairs, receive and send most rows.
     """
     parallel, model = config.parallel, config.model
     pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     each = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
-    of_cp = range(cp) if pp == 1 and cp <= _MOST_CP else sorted({0, cp // 2, cp - 1})
+    of_cp = list(range(cp))
+    if cp > 1:
+        plan = context_plan(model, parallel)
+        received, sent = ([sum(rows(rank, 1)) for rank in of_cp] for rows in (plan.rows_received, plan.rows_sent))
+        most = (plan.lengths, received, sent, [plan.area(rank) for rank in of_cp])
+        of_cp = sorted({max(of_cp, key=lambda rank: (numbers[rank], plan.lengths[rank])) for numbers in most})
     of_pp = [0]
     if pp > 1:
         layers = layers_of_stages(model, parallel)
@@ -188,8 +220,8 @@ def ranks_to_run(config: Config, world_size: int) -> list[int]:
 class _Deep:
     """Runs of a configuration with many layers and micro-batches, by runs with few."""
 
-    def __init__(self, config: Config, world_size: int, kind: Kind) -> None:
-        self.config, self.world_size, self.kind = config, world_size, kind
+    def __init__(self, config: Config, world_size: int, kind: Kind, machine: Machine | None) -> None:
+        self.config, self.world_size, self.kind, self.machine = config, world_size, kind, machine
         model, parallel, kernels = config.model, config.parallel, config.kernels
         assert model.num_layers
         which = model.expert_layers(model.num_layers)
@@ -220,6 +252,63 @@ class _Deep:
             found = _continued(found, base, grown, max(missing) / self.group)
         return found
 
+    def time(self, runs: Sequence[RankRun], machine: Machine) -> StepTime:
+        """Return the time of a step by the rank that computes longest, of a pipeline with what it waits for the others."""
+        computed = lambda spent: sum(spent[name] for name in ("products", "attention", "memory"))
+        run = max(runs, key=lambda run: computed(run.spent()))
+        spent, forward, backward = run.spent(), computed(run.spent("forward")), computed(run.spent("backward"))
+        layers = max(sum(len(stage) for stage in self.stages[rank :: self.pp]) for rank in range(self.pp))
+        plan = recompute_plan(self.config.kernels, layers)
+        again = sum(last - first for first, last, is_again in plan if is_again) / layers
+        of_selective = self.config.kernels.recompute_granularity == "selective"
+        recomputed = run.spent("forward")["attention"] if of_selective else again * forward
+        bubble = 0.0
+        if self.pp > 1:
+            bubble = self._bubble(
+                machine, forward, backward, run.spent("backward")["weights"], layers, computed(runs[-1].spent())
+            )
+        return assemble(
+            self.config, machine, spent, flows_of(run.sent(), spent), layers=layers, count=self.count, again=again, host_bytes=run.host,
+            forward=forward, backward=backward, recomputed=recomputed, bubble=bubble,
+        )  # fmt: skip
+
+    def _bubble(
+        self, machine: Machine, forward: float, backward: float, weights: float, layers: int, of_last: float
+    ) -> float:
+        """Return the seconds of a step that the busiest rank of a pipeline waits, from those of all passes of its layers."""
+        parallel, model, batch = self.config.parallel, self.config.model, self.config.batch
+        plan = pipeline_plan(model, self.config.kernels, parallel, enough_micro_batches(parallel, self.count))
+        of_stages, each = layers_of_stages(model, parallel), 1 / (plan.num_slices * self.count * layers)
+        passes = {"F": forward * each, "B": (backward - weights) * each, "W": weights * each}
+        shared = (
+            parallel.sequence_parallel_size
+            * parallel.context_parallel_size
+            * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+        )
+        element = {"float64": 8, "float32": 4}.get(self.config.precision.params_dtype, 2)
+        num_bytes = (
+            batch.micro_batch_size
+            * (model.seq_length or 0)
+            * (model.hidden_size or 0)
+            * element
+            / shared
+            / plan.num_slices
+        )
+        message = machine.seconds("send", "pp", self.pp, parallel.tensor_model_parallel_size, 1, num_bytes)
+        last = sum(of_stages[stage] for stage in plan.stages_of(self.pp - 1))
+        head = max(0.0, of_last / (self.count * plan.num_slices) - sum(passes.values()) * last)
+
+        def seconds(action: Action) -> float:
+            of_head = (
+                head
+                if action.kind == "B" and action.stage == plan.num_stages - 1 and parallel.stages_per_pipeline_rank == 1
+                else 0.0
+            )
+            return of_stages[action.stage] * passes[action.kind] + of_head
+
+        played = replay(plan, seconds, lambda action: message)
+        return max(0.0, played.time - max(played.busy))
+
     def _few(self, stage: Layers) -> Layers:
         """Return the layers of a stage that are run: those at its ends, and of each kind one."""
         most = max(_FEW, 3 * self.group + len(stage) % self.group)
@@ -235,7 +324,7 @@ class _Deep:
             config.batch.global_batch_size = (
                 few * config.batch.micro_batch_size * config.parallel.dp_size(self.world_size)
             )
-        made = run_rank(config, self.world_size, self.kind, rank, stages=stages)
+        made = run_rank(config, self.world_size, self.kind, rank, stages=stages, machine=self.machine)
         return made if few == self.count else _repeated(made, few, self.count, self.pp)
 
     @property
@@ -255,15 +344,16 @@ def _continued(found: RankRun, base: RankRun, grown: RankRun, times: float) -> R
     segments = []
     for a, b, c in zip(found.segments, base.segments, _aligned(base.segments, grown.segments), strict=True):
         first = c[0]
-        calls, sent = Counter[Any](), Counter[Any]()
+        calls, sent, spent = Counter[Any](), Counter[Any](), Counter[Any]()
         launches = 0.0
         for one in c:
             calls.update(one.calls)
             sent.update(one.sent)
+            spent.update(one.spent)
             launches += one.launches
         segments.append(replace(
             a, peak=line(a.peak, b.peak, first.peak), lines=sums(a.lines, b.lines, first.lines), calls=sums(a.calls, b.calls, calls),
-            sent=sums(a.sent, b.sent, sent), launches=line(a.launches, b.launches, launches),
+            sent=sums(a.sent, b.sent, sent), launches=line(a.launches, b.launches, launches), spent=sums(a.spent, b.spent, spent),
         ))  # fmt: skip
     host, of_optimizer = (
         line(found.host, base.host, grown.host),
@@ -311,7 +401,7 @@ def _repeated(run: RankRun, few: int, count: int, pp: int) -> RankRun:
         )
         segments.append(replace(
             segment, peak=segment.peak + data.total(), lines=segment.lines + data, calls=calls, sent=sent,
-            launches=segment.launches * of_layers,
+            launches=segment.launches * of_layers, spent=Counter({key: seconds * of_layers for key, seconds in segment.spent.items()}),
         ))  # fmt: skip
     return RankRun(run.resident + data, segments, run.host, run.optimizer_host)
 
@@ -341,14 +431,6 @@ def _words(segment: Segment, of_phase: list[Segment]) -> str:
     return "optimizer" if segment.phase == "update" else places.get(segment.place, "in the middle")
 
 
-def _traffic_plan(run: RankRun) -> TrafficPlan:
-    flows = (
-        Flow(kind, cast("Op", op), group, ranks, round(number), round(num_bytes))
-        for (kind, op, group, ranks), (number, num_bytes) in run.sent().items()
-    )
-    return TrafficPlan(tuple(sorted(flows, key=lambda flow: -flow.num_bytes)))
-
-
 def _set_layers(config: Config, stages: Sequence[Layers]) -> None:
     layers = [has for stage in stages for has in stage]
     config.model = copy.copy(config.model)
@@ -359,6 +441,7 @@ def _set_layers(config: Config, stages: Sequence[Layers]) -> None:
 
 def run_rank(
     config: Config, world_size: int, kind: Kind, rank: int = 0, *, stages: Sequence[Layers] | None = None, routed: RoutedRows | None = None,
+    machine: Machine | None = None,
 ) -> RankRun:  # fmt: skip
     """Take two steps as a rank of a job; there must be no process group yet.
 
@@ -369,6 +452,7 @@ def run_rank(
         rank: of the job.
         stages: layers of each stage; None: those of the configuration.
         routed: rows of experts (default: even ones).
+        machine: whose clock runs.
     """
     config = copy.deepcopy(config)
     config.logging.report_overlap, config.parallel.check_collectives = None, False
@@ -379,32 +463,38 @@ def run_rank(
     share = config.data.mask_prob if config.model.is_bert else 1.0
     with ExitStack() as undo:
         device = undo.enter_context(fake_device(kind, world_size, rank, share))
+        device.older_attention = takes_flash2(config)
         step = _build(config, device, undo, stages, routed)
         batches = _batches(config, step.groups, device)
         _take(step, config, 1, batches())
-        return _Watch(step, device).second_step(config, batches())
+        return _Watch(step, device, Replay(config, machine)).second_step(config, batches())
 
 
 class _Watch:
     """Records where the segments of a step begin, and what it does in them."""
 
-    def __init__(self, step: TrainStep, device: FakeDevice) -> None:
-        self.step, self.device, self.number = step, device, 0
+    def __init__(self, step: TrainStep, device: FakeDevice, clock: Replay) -> None:
+        self.step, self.device, self.clock, self.number = step, device, clock, 0
         self.marks: list[
-            tuple[int, int, int, int, Phase, int]
-        ] = []  # (of trace, of calls, launches, pass, phase, unit)
+            tuple[int, int, int, int, int, Phase, int]
+        ] = []  # (of trace, of calls, of events, launches, pass, phase, unit)
         self.resident = Counter[str]()
 
     def second_step(self, config: Config, micro_batches: list[dict[str, Tensor]]) -> RankRun:
         """Take the step, and return what it did."""
         step, device = self.step, self.device
-        start, inner, before = step.gradients.start_step, step.events, (len(device.calls), device.launches)
+        device.keeps_time = True
+        start, inner, before = (
+            step.gradients.start_step,
+            step.events,
+            (len(device.calls), len(device.events), device.launches),
+        )
 
         def begin() -> None:
             start()
             self.resident = device.restart(_owners(step, micro_batches))
             self._enter("forward")
-            self.marks[0] = (0, before[0], before[1], *self.marks[0][3:])
+            self.marks[0] = (0, *before, *self.marks[0][4:])
 
         def before_use(unit: int) -> None:
             self._mark(unit)
@@ -420,9 +510,10 @@ class _Watch:
             ),
         )
         _take(step, config, 2, micro_batches)
+        self.last = len(device.events)  # what is under way goes on in the next step
         step.weights.settle()
         step.events = inner
-        return self._read()
+        return self._read(before[1])
 
     def _enter(self, phase: Phase) -> None:
         self.number, self.device.phase = self.number + 1, phase
@@ -431,16 +522,35 @@ class _Watch:
     def _mark(self, unit: int) -> None:
         device = self.device
         self.marks.append(
-            (len(device.trace), len(device.calls), device.launches, self.number, cast("Phase", device.phase), unit)
+            (
+                len(device.trace),
+                len(device.calls),
+                len(device.events),
+                device.launches,
+                self.number,
+                cast("Phase", device.phase),
+                unit,
+            )
         )
 
-    def _read(self) -> RankRun:
+    def _read(self, first: int) -> RankRun:
+        """Return the step; ``first``: number of its first event."""
         device, lines, segments = self.device, Counter(self.resident), list[Segment]()
         labels = {number: _part(place) for place, number in device.places.items()}
         places = {number: place for place, number in device.places.items()}
         names, live = _names_of_groups(self.step), sum(lines.values())
-        ends = [*self.marks[1:], (len(device.trace), len(device.calls), device.launches, 0, "update", -1)]
-        for (at, call, launches, number, phase, unit), (end, last_call, last_launches, *_) in zip(
+        keys = {}
+        for index, one in enumerate(device.calls):
+            group, ranks = names.get(getattr(one.group, "group_name", ""), ("pp", 2))
+            known = {"sp": "heads", "cp": "keys and values"}.get(group, "") if one.op == "all_to_all" else ""
+            kind = _kind(places[one.place], known)
+            keys[index] = (kind, one.op, group, ranks), one.num_bytes
+        ends = [*self.marks[1:], (len(device.trace), len(device.calls), self.last, device.launches, 0, "update", -1)]
+        waited = {event.call for event in device.events[:first] if event.is_wait}
+        self.clock.start(
+            [event.call for event in device.events[:first] if event.cost is None and event.call not in waited], keys
+        )
+        for (at, call, event, launches, number, phase, unit), (end, last_call, last_event, last_launches, *_) in zip(
             self.marks, ends, strict=True
         ):
             peak, held = live, None
@@ -455,11 +565,12 @@ class _Watch:
                 lines[labels[device.trace[index][1]]] += device.trace[index][0]
             held = held or Counter(lines)
             calls, sent = Counter[Any](), Counter[Any]()
-            for one in device.calls[call:last_call]:
-                key = (_kind(places[one.place]), one.op, *names.get(getattr(one.group, "group_name", ""), ("pp", 2)))
+            for index in range(call, last_call):
+                key, num_bytes = keys[index]
                 calls[key] += 1
-                sent[key] += one.num_bytes
-            segments.append(Segment(number, phase, unit, peak, held, calls, sent, last_launches - launches))
+                sent[key] += num_bytes
+            spent = self.clock.of(device.events[event:last_event], keys, phase == "update")
+            segments.append(Segment(number, phase, unit, peak, held, calls, sent, last_launches - launches, spent))
         of_optimizer = sum(size for place, size in device.host.items() if places[place].startswith("optim/"))
         return RankRun(self.resident, segments, device.host.total() - of_optimizer, of_optimizer)
 
@@ -492,9 +603,9 @@ def _part(place: str) -> str:
     return part if part in _WHOLE else f"{part}, {phase}"
 
 
-def _kind(place: str) -> str:
+def _kind(place: str, known: str) -> str:
     file, _, phase = place.partition("|")
-    kind = next((kind for start, kind in _KINDS.items() if file.startswith(start)), file.partition(":")[0])
+    kind = known or next((kind for start, kind in _KINDS.items() if file.startswith(start)), file.partition(":")[0])
     return f"{kind}, {phase}" if kind in ("heads", "keys and values", "rows of experts") else kind
 
 
@@ -567,6 +678,14 @@ def _attention(config: Config, device: FakeDevice) -> AttentionChoice:
     return AttentionChoice(kernel, {}, repeated)
 
 
+def takes_flash2(config: Config) -> bool:
+    """Return whether the flags leave nothing newer: other kernels have no dropout, and torch keeps cuDNN out of deterministic runs."""
+    backend, drops = config.kernels.attention_backend, config.model.attention_dropout > 0
+    if backend == "flash2" or (backend == "flash" and drops):
+        return True
+    return config.kernels.deterministic_mode and (backend == "fused" or (backend == "auto" and drops))
+
+
 def _kernels(norm: Any, uses_triton: bool) -> FusedKernels:
     name: Any = "triton" if uses_triton else "torch"
     return FusedKernels(
@@ -621,3 +740,20 @@ def _take(step: TrainStep, config: Config, number: int, batches: list[dict[str, 
     digests = [torch.zeros(size, dtype=torch.float64)] * len(batches)
     places = list(torch.arange(size * len(batches)).chunk(len(batches)))
     step.run(batches, number, lr=1e-3, weight_decay=0.1, digests=digests, places=places)
+
+
+def main() -> int:
+    """Answer a question in JSON on the standard input: what a step of a run holds and sends."""
+    asked = json.load(sys.stdin)
+    config, _ = Config.from_dict(asked["config"])
+    found = predict(config, asked["world_size"], asked["kind"])
+    traffic = found.traffic
+    print(json.dumps({
+        "predicted_bytes": with_saves(found.memory, config, asked["world_size"], asked["kind"]).peak, "sent_bytes": traffic.num_bytes,
+        "can_hide_bytes": traffic.can_hide, "collectives": traffic.number,
+    }))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

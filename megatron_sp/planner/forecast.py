@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.flops import step_flops_per_token
-from megatron_sp.estimate.hardware import find_gpu, find_link
-from megatron_sp.estimate.workload import head_share
+from megatron_sp.estimate.flops import head_share, step_flops_per_token
+from megatron_sp.estimate.rough import RoughRank
+from megatron_sp.planner.hardware import find_gpu, find_link
 from megatron_sp.planner.machine import Machine, cards_of
-from megatron_sp.planner.timing import StepTime, step_time
+from megatron_sp.planner.rough_time import rough_seconds
+from megatron_sp.planner.timeline import StepTime
 from megatron_sp.utils.format import format_duration
 
 ASSUMED_GPU, ASSUMED_LINK = "h100-80g", "ib-400g"
@@ -64,9 +65,23 @@ def settle_overlap(config: Config, machine: Machine) -> tuple[Config, str]:
         made.parallel = copy.copy(parallel)
         made.parallel.sp_overlap_comm = made.parallel.split_qkv_linear = False
         made.parallel.sp_overlap_mode, made.parallel.sp_head_chunks = mode, chunks  # type: ignore[assignment]
-        tried.append((step_time(made, machine).seconds, made, f"{mode} x{chunks}" if chunks else mode))
+        tried.append(
+            (
+                rough_seconds(RoughRank(made, machine.gpus, "cuda"), machine),
+                made,
+                f"{mode} x{chunks}" if chunks else mode,
+            )
+        )
     _, best, name = min(tried, key=lambda one: one[0])
     return best, name
+
+
+def step_flops(config: Config, gpus: int) -> tuple[int, float]:
+    """Return tokens and model FLOPs of a step, counting the query-key pairs that the mask leaves."""
+    batch, model = config.batch, config.model
+    samples = batch.global_batch_size or batch.micro_batch_size * config.parallel.dp_size(gpus)
+    tokens = samples * (model.seq_length or 0)
+    return tokens, step_flops_per_token(model, head_share(config))[model.is_bert] * tokens
 
 
 @dataclass(frozen=True)
@@ -87,11 +102,9 @@ class Forecast:
     def of(cls, config: Config, machine: Machine) -> Forecast:
         """Return the forecast for a validated configuration with its vocabulary and global batch size."""
         config, _ = settle_overlap(config, machine)
-        batch, model = config.batch, config.model
-        samples = batch.global_batch_size or batch.micro_batch_size * config.parallel.dp_size(machine.gpus)
-        tokens = samples * (model.seq_length or 0)
-        flops = step_flops_per_token(model, head_share(config))[model.is_bert] * tokens
-        return cls(machine, step_time(config, machine), tokens, flops)
+        from megatron_sp.planner.fake_run import step_time  # torch takes a second
+
+        return cls(machine, step_time(config, machine), *step_flops(config, machine.gpus))
 
     @property
     def tokens_per_second(self) -> float:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_sp.estimate.hardware import Gpu, Link
 from megatron_sp.estimate.workspaces import workspaces
+from megatron_sp.planner.hardware import Gpu, Link
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_sp.estimate.hardware import CPU
+from megatron_sp.planner.hardware import CPU
 from megatron_sp.utils.entry_point import integer
 
 USAGE = "megatron-sp plan --gpus N --gpu NAME [--nodes N --link NAME] [options] FLAGS OF THE MODEL"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.estimate.hardware import GIB
 from megatron_sp.ops import availability
 from megatron_sp.planner.context_rows import below
+from megatron_sp.planner.hardware import GIB
 from megatron_sp.planner.report import KINDS, memory_by_kind
 from megatron_sp.planner.search import Candidate
 from megatron_sp.utils.errors import ConfigError, DiskError

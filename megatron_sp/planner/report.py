@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.hardware import GIB
 from megatron_sp.estimate.parameters import count_active_parameters, count_parameters, describe_parameters
+from megatron_sp.planner.hardware import GIB
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate, Findings
 from megatron_sp.planner.splits import why_this_split
@@ -34,7 +34,7 @@ def _kind(name: str) -> str:
         return "parameters"
     if name in ("master weights", "optimizer state"):
         return "optimizer"
-    return "gradients" if name.startswith("gradients,") else "activations"
+    return "gradients" if name.startswith("gradients") and not name.startswith("gradients of") else "activations"
 
 
 def bar(candidate: Candidate) -> str:
@@ -62,7 +62,7 @@ def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str
         "parameters": count_parameters(base.model),
         **({"active_parameters": count_active_parameters(base.model)} if base.model.has_experts else {}),
         "global_batch_size": base.batch.global_batch_size,
-        "seq_length": base.model.seq_length, "tried": found.tried, "fitting": len(found.candidates),
+        "seq_length": base.model.seq_length, "tried": found.tried, "fitting": len(found.fitting),
         "why": why_this_split(found.best_of_each()[0], found.best_of_each()),
         "best": [_candidate_dict(candidate, extra) for candidate in found.best_of_each()[:top]],
         "rejected": [asdict(each) for each in found.rejected],
@@ -144,7 +144,7 @@ def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings)
     said = [
         f"plan: {describe_parameters(model)}, {base.batch.global_batch_size} x {model.seq_length:,} tokens a step,"
         f" {base.precision.params_dtype}, on {where}",
-        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp, sp{sizes}:",
+        f"{found.tried:,} layouts looked at, {len(found.fitting):,} fit; the fastest for each tp, sp{sizes}:",
     ]
     return said + ([f"assumed, because nothing was given: {' '.join(extra)}"] if extra else [])
 

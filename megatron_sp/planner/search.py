@@ -1,6 +1,7 @@
 """Search of all layouts for the fastest ones that fit, with a reason for each group of those that do not.
 
-Memory is the closed form of ``estimate/memory.py`` plus a reserve, time is that of ``timing.py``. A layout that only
+Rough forms of memory and time order all layouts (``estimate/rough.py``, ``rough_time.py``). Of each choice of axes the fastest
+are run without contents, and these runs tell what they need and how fast they are (``fake_run.py``). A layout that only
 saves more memory than a fitting one, at the same or a higher cost in time, is skipped: ZeRO stages and recomputation
 are tried from the cheapest on until one fits, larger micro-batches as long as one fits, and for each combination only
 the largest few micro-batches that fit are timed. What does not fit with the smallest micro-batch is not tried with
@@ -21,10 +22,10 @@ from typing import NamedTuple
 
 from megatron_sp.config.rules import violations
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.flops import step_flops_per_token
-from megatron_sp.estimate.memory_plan import MemoryPlan
-from megatron_sp.estimate.suggestions import plan_of
-from megatron_sp.estimate.workload import head_share
+from megatron_sp.estimate.memory_plan import Device, MemoryPlan
+from megatron_sp.estimate.rough import rough_ranks
+from megatron_sp.estimate.suggestions import with_saves
+from megatron_sp.planner.forecast import step_flops
 from megatron_sp.planner.machine import Machine, reserve
 from megatron_sp.planner.parallel_plans import (
     Axes,
@@ -37,12 +38,18 @@ from megatron_sp.planner.parallel_plans import (
     saves_no_less,
     savings,
 )
-from megatron_sp.planner.timing import StepTime, step_time
+from megatron_sp.planner.rough_time import rough_seconds
+from megatron_sp.planner.timeline import StepTime
 
 TIGHT = 0.95  # share of the memory above which a layout counts as tight
-ENOUGH_FRAMES = 1000  # of layouts for more than one process: a process takes as long to start as a hundred of them take
-_CHUNK = 32  # frames that a process searches at a time
-_PROCESSES = 16  # at most: each is a Python of its own
+FINALISTS = 24  # layouts that are run
+_AXES = 8  # choices of axes among them
+_SURE = (
+    0.93  # share of the rough form's memory that a layout which is run must fit into: whether it does, the run tells
+)
+_ROUNDS = 3  # of runs
+_FEW = 4  # runs that are not worth another process
+_PROCESSES = 16  # at most: each is a Python of its own, with torch
 _SIZES = 3  # micro-batch sizes of a layout that are timed: the largest, a half and a quarter of it
 
 
@@ -101,18 +108,29 @@ class Rejected:
     needs: int = 0
 
 
+class Tried(NamedTuple):
+    """A layout by the rough forms: bytes of a GPU with the reserve, and seconds of a step."""
+
+    layout: ParallelPlan
+    config: Config
+    needs: int
+    seconds: float
+
+
 @dataclass
 class Findings:
     """Results of a search.
 
     Attributes:
-        candidates: layouts that fit, fastest first; those that leave under 5 % of the memory come last.
+        candidates: layouts that were run, and fit, fastest first; those that leave under 5 % of the memory come last.
+        fitting: layouts that fit by the rough form, fastest first.
         rejected: the others.
         smallest: (bytes, layout) of the layout that needs least memory, whether it fits or not.
         tried: number of layouts whose memory was computed.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
+    fitting: list[Tried] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     smallest: tuple[int, ParallelPlan] | None = None
     tried: int = 0
@@ -125,78 +143,119 @@ class Findings:
         return list(found.values())
 
 
-class _Part(NamedTuple):
-    """Results of a search among some frames.
-
-    Attributes:
-        found: candidates, in no order, and how many layouts were tried.
-        least: for each choice of axes the layout that needs least memory, with its bytes.
-        refused: frames that break a rule, by its text.
-    """
-
-    found: Findings
-    least: dict[Axes, tuple[int, ParallelPlan]]
-    refused: dict[str, list[ParallelPlan]]
-
-
-def search(base: Config, given: Given, machine: Machine, processes: int = 1) -> Findings:
+def search(base: Config, given: Given, machine: Machine, processes: int = 1, finalists: int = FINALISTS) -> Findings:
     """Search all layouts.
 
     Args:
         base: model, batch and precision, with ``vocab_size`` and ``global_batch_size`` set.
         given: fixed fields.
         machine: machine of the run.
-        processes: share the work where there are many layouts; what is found does not depend on them.
+        processes: that share the runs; what is found does not depend on them.
+        finalists: layouts that are run.
     """
-    tried = list(frames(base, given, machine.gpus, machine.per_node))
-    work = partial(_search, base=base, given=given, machine=machine)
-    parts = [work(tried)] if processes < 2 or len(tried) < ENOUGH_FRAMES else _shared(work, tried, processes)
     found, least, refused = Findings(), dict[Axes, tuple[int, ParallelPlan]](), dict[str, list[ParallelPlan]]()
-    for part in parts:
-        found.candidates += part.found.candidates
-        found.tried += part.found.tried
-        for axes, each in part.least.items():
-            least[axes] = min(least.get(axes, each), each, key=lambda one: one[0])
-        for text, layouts in part.refused.items():
-            refused.setdefault(text, []).extend(layouts)
-    _sort(found.candidates)
-    found.candidates += _in_chunks(found, base, given, machine)
-    _sort(found.candidates)
-    fitting = {c.layout.axes for c in found.candidates}
+    for layout in frames(base, given, machine.gpus, machine.per_node):
+        if broken := _broken(layout, base, machine.gpus):
+            refused.setdefault(broken, []).append(layout)
+            continue
+        for needs, smallest in _Frame(layout, base, given, machine).fill(found):
+            least[layout.axes] = min(
+                least.get(layout.axes, (needs, smallest)), (needs, smallest), key=lambda each: each[0]
+            )
+    found.fitting.sort(key=lambda one: (one.seconds, one.needs))
+    found.fitting += _in_chunks(found, base, given, machine)
+    found.fitting.sort(key=lambda one: (one.seconds, one.needs))
+    _run(found, machine, processes, finalists, least)
+    fitting = {c.layout.axes for c in found.fitting}
     found.rejected = [*_too_large(least, fitting, machine), *_refused(refused)]
     found.smallest = min(least.values(), key=lambda each: each[0]) if least else None
     return found
 
 
-def _sort(candidates: list[Candidate]) -> None:
-    candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
+def _run(
+    found: Findings, machine: Machine, processes: int, finalists: int, least: dict[Axes, tuple[int, ParallelPlan]]
+) -> None:
+    """Run the best layouts, of each choice of axes the fastest first; of axes whose best do not fit the next ones, until some do."""
+    left, done = list(found.fitting), set[ParallelPlan]()
+    for _ in range(_ROUNDS):
+        if not left:
+            break
+        places, order = Counter[Axes](), list[tuple[int, int, Tried]]()
+        for number, one in enumerate(left):
+            order.append((places[one.layout.axes], number, one))
+            places[one.layout.axes] += 1
+        chosen = list(places)[: max(_AXES, finalists // 3)]
+        order = sorted((each for each in order if each[2].layout.axes in chosen), key=lambda each: each[:2])
+        batch = [one for _, _, one in order][:finalists]
+        made = _predictions(batch, machine, processes)
+        for one, candidate in zip(batch, made, strict=True):
+            done.add(one.layout)
+            if candidate is None:
+                found.fitting.remove(one)
+            elif candidate.needs <= machine.memory_bytes:
+                found.candidates.append(candidate)
+            else:
+                found.fitting.remove(one)
+                least[one.layout.axes] = min(
+                    least[one.layout.axes], (candidate.needs, one.layout), key=lambda each: each[0]
+                )
+        missing = {one.layout.axes for one in batch} - {c.layout.axes for c in found.candidates}
+        left = [
+            one
+            for one in found.fitting
+            if one.layout not in done and (one.layout.axes in missing or not found.candidates)
+        ]
+    found.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
 
 
-def _in_chunks(found: Findings, base: Config, given: Given, machine: Machine) -> list[Candidate]:
-    """Return the fastest layout of each choice of axes with tokens sent to experts in two chunks, where that is faster, and fits."""
+def _predictions(batch: Sequence[Tried], machine: Machine, processes: int) -> list[Candidate | None]:
+    """Return what runs of layouts predict, in several processes where there are many; where these cannot be had, this one runs all."""
+    if processes > 1 and len(batch) >= _FEW:
+        context = multiprocessing.get_context("spawn")  # this process may have threads
+        try:
+            with ProcessPoolExecutor(
+                min(processes, _PROCESSES, len(batch)), context, initializer=_leave_interrupts
+            ) as pool:
+                return list(pool.map(partial(_predicted, machine=machine), batch))
+        except (BrokenProcessPool, OSError, NotImplementedError):
+            pass
+    return [_predicted(one, machine) for one in batch]
+
+
+def _predicted(one: Tried, machine: Machine) -> Candidate | None:
+    """Run a layout; None: it cannot be run without contents."""
+    from megatron_sp.planner.fake_run import predict  # torch takes a second
+
+    config, gpus = one.config, machine.gpus
+    try:
+        found = predict(config, gpus, _device(machine), machine)
+    except (RuntimeError, TypeError):
+        return None
+    memory = with_saves(found.memory, config, gpus, _device(machine))
+    assert found.time is not None
+    kept = reserve(machine, memory.peak, num_groups(one.layout, gpus))
+    return Candidate(one.layout, config, machine, memory, kept, found.time, *step_flops(config, gpus))
+
+
+def _device(machine: Machine) -> Device:
+    return "cpu" if machine.is_cpu else "cuda"
+
+
+def _in_chunks(found: Findings, base: Config, given: Given, machine: Machine) -> list[Tried]:
+    """Return the fastest layout of each choice of axes with tokens sent to experts in two chunks."""
     if ("parallel", "moe_chunks") in given:
         return []
-    made = []
-    for best in found.best_of_each():
+    made, seen = [], set[Axes]()
+    for best in found.fitting:
         layout = best.layout
+        if layout.axes in seen:
+            continue
+        seen.add(layout.axes)
         if layout.ep > 1:
             frame = _Frame(replace(layout, moe_chunks=2), base, given, machine)
-            other = frame.candidate((layout.zero, layout.recompute), layout.micro_batch, found)
-            made += [other] if other is not None and other.time.seconds < best.time.seconds else []
+            other = frame.try_one((layout.zero, layout.recompute), layout.micro_batch, found)
+            made += [other] if other is not None and frame.fits(other) else []
     return made
-
-
-def _shared(work: partial[_Part], tried: list[ParallelPlan], processes: int) -> list[_Part]:
-    """Return what several processes find, in the order of the frames; where they cannot be had, this one searches."""
-    chunks = [tried[start : start + _CHUNK] for start in range(0, len(tried), _CHUNK)]
-    context = multiprocessing.get_context("spawn")  # this process may have threads
-    try:
-        with ProcessPoolExecutor(
-            min(processes, _PROCESSES, len(chunks)), context, initializer=_leave_interrupts
-        ) as pool:
-            return list(pool.map(work, chunks))
-    except (BrokenProcessPool, OSError, NotImplementedError):
-        return [work(tried)]
 
 
 def _leave_interrupts() -> None:
@@ -204,35 +263,9 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _search(tried: Sequence[ParallelPlan], base: Config, given: Given, machine: Machine) -> _Part:
-    part = _Part(Findings(), {}, {})
-    for frame in tried:
-        broken = _broken(frame, base, machine.gpus)
-        if broken:
-            part.refused.setdefault(broken, []).append(frame)
-            continue
-        for needs, layout in _Frame(frame, base, given, machine).fill(part.found):
-            axes = layout.axes
-            part.least[axes] = min(part.least.get(axes, (needs, layout)), (needs, layout), key=lambda each: each[0])
-    return part
-
-
 def _broken(frame: ParallelPlan, base: Config, gpus: int) -> str:
     """Return the first rule that the layout breaks at micro-batch size 1; "" if there is none."""
     return next(iter(violations(frame.apply(base), gpus)), "")
-
-
-class _Tried(NamedTuple):
-    """A layout with its predicted memory."""
-
-    layout: ParallelPlan
-    config: Config
-    memory: MemoryPlan
-    reserve: int
-
-    @property
-    def needs(self) -> int:
-        return self.memory.peak + self.reserve
 
 
 class _Frame:
@@ -241,7 +274,7 @@ class _Frame:
     def __init__(self, frame: ParallelPlan, base: Config, given: Given, machine: Machine) -> None:
         self.frame, self.base, self.given, self.machine = frame, base, given, machine
         self.dp = frame.dp(machine.gpus)
-        self._known = dict[tuple[Saving, int], _Tried | None]()
+        self._known = dict[tuple[Saving, int], Tried | None]()
 
     def fill(self, found: Findings) -> Iterable[tuple[int, ParallelPlan]]:
         """Add the candidates that fit; yield (bytes, layout) of those tried for least memory."""
@@ -250,7 +283,7 @@ class _Frame:
         for size in micro_batches(self.base, self.given, self.dp, self.frame.cp * self.frame.sp):
             smallest = self._smallest(ways, size, found, all_of_them=not sizes)
             yield from ((one.needs, one.layout) for one in smallest)
-            if not any(self._fits(one) for one in smallest):
+            if not any(self.fits(one) for one in smallest):
                 break
             sizes.append(size)
             least = min(smallest, key=lambda one: one.needs).layout
@@ -259,13 +292,13 @@ class _Frame:
         for size in reversed(sizes):
             self._add(tries, size, found, taken, sizes[0])
 
-    def _smallest(self, ways: list[Saving], size: int, found: Findings, *, all_of_them: bool) -> list[_Tried]:
+    def _smallest(self, ways: list[Saving], size: int, found: Findings, *, all_of_them: bool) -> list[Tried]:
         """Return the memory of the layouts in ``ways``; unless ``all_of_them``, stop at the first that fits."""
-        tried: list[_Tried] = []
+        tried: list[Tried] = []
         for saving in ways:
-            one = self._try(saving, size, found)
+            one = self.try_one(saving, size, found)
             tried += [] if one is None else [one]
-            if one is not None and not all_of_them and self._fits(one):
+            if one is not None and not all_of_them and self.fits(one):
                 break
         return tried
 
@@ -278,42 +311,35 @@ class _Frame:
             if taken[saving] == _SIZES:  # it fits, since larger ones did
                 fits.append(saving)
                 continue
-            least = self._try(saving, smallest, found)
-            tried = least if least is None or not self._fits(least) else self._try(saving, size, found)
-            if tried is not None and self._fits(tried):
+            least = self.try_one(saving, smallest, found)
+            tried = least if least is None or not self.fits(least) else self.try_one(saving, size, found)
+            if tried is not None and self.fits(tried):
                 fits.append(saving)
                 taken[saving] += 1
-                found.candidates.append(self._candidate(tried))
+                found.fitting.append(tried)
 
-    def _try(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
-        """Compute the memory of one layout, once; None if it breaks a rule."""
+    def try_one(self, saving: Saving, size: int, found: Findings) -> Tried | None:
+        """Return memory and time of one layout, computed once; None if it breaks a rule."""
         if (saving, size) not in self._known:
             self._known[saving, size] = self._compute(saving, size, found)
         return self._known[saving, size]
 
-    def _compute(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
+    def _compute(self, saving: Saving, size: int, found: Findings) -> Tried | None:
         layout = ParallelPlan(**{**vars(self.frame), "zero": saving[0], "recompute": saving[1], "micro_batch": size})
         config = layout.apply(self.base)
         if violations(config, self.machine.gpus):
             return None
         found.tried += 1
-        memory = plan_of(config, self.machine.gpus, "cpu" if self.machine.is_cpu else "cuda")
-        memory = replace(memory, moments=(memory.worst,))  # a search has thousands of plans
-        return _Tried(layout, config, memory, reserve(self.machine, memory.peak, num_groups(layout, self.machine.gpus)))
+        gpus = self.machine.gpus
+        ranks = rough_ranks(config, gpus, _device(self.machine))
+        plan = max((rank.plan() for rank in ranks), key=lambda plan: plan.peak)
+        peak = with_saves(plan, config, gpus, _device(self.machine)).peak
+        seconds = max(rough_seconds(rank, self.machine) for rank in ranks)
+        return Tried(layout, config, peak + reserve(self.machine, peak, num_groups(layout, gpus)), seconds)
 
-    def candidate(self, saving: Saving, size: int, found: Findings) -> Candidate | None:
-        """Return one layout of the frame; None if it does not fit or breaks a rule."""
-        tried = self._try(saving, size, found)
-        return self._candidate(tried) if tried is not None and self._fits(tried) else None
-
-    def _fits(self, tried: _Tried) -> bool:
-        return tried.needs <= self.machine.memory_bytes
-
-    def _candidate(self, tried: _Tried) -> Candidate:
-        config, batch, model = tried.config, tried.config.batch, tried.config.model
-        tokens = (batch.global_batch_size or batch.micro_batch_size * self.dp) * (model.seq_length or 0)
-        flops = step_flops_per_token(model, head_share(config))[model.is_bert] * tokens
-        return Candidate(*tried[:2], self.machine, *tried[2:], step_time(config, self.machine), tokens, flops)
+    def fits(self, tried: Tried) -> bool:
+        """Return whether a layout may fit."""
+        return tried.needs * _SURE <= self.machine.memory_bytes
 
 
 def num_groups(layout: ParallelPlan, gpus: int) -> int:

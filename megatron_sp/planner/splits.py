@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.context_form import context_form
+from megatron_sp.estimate.context_form import context_plan
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate
 from megatron_sp.utils.format import format_count
@@ -28,13 +28,14 @@ def share_of_attention(config: Config, machine: Machine) -> float:
     model, parallel = config.model, config.parallel
     tp, sp, cp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, parallel.context_parallel_size
     assert model.num_attention_heads
-    form = context_form(model, parallel)
+    plan = context_plan(model, parallel)
+    most_sent = max(sum(plan.rows_sent(rank, 1)) for rank in range(cp))
     element = {"float64": 8, "float32": 4}.get(config.precision.params_dtype, 2)
     ranks = tp * sp
     heads_of_key = -(-model.num_attention_heads // ranks) / -(-model.num_groups // ranks)
-    num_bytes = 2 * element * form.most_sent / heads_of_key  # of a query head, an element of its width
+    num_bytes = 2 * element * most_sent / heads_of_key  # of a query head, an element of its width
     bandwidth = machine.rate("all_to_all", "cp", cp, tp, sp)
-    return num_bytes / bandwidth * machine.gpu.attention_forward_tflops * 1e12 / (4 * max(form.areas))
+    return num_bytes / bandwidth * machine.gpu.attention_forward_tflops * 1e12 / (4 * max(map(plan.area, range(cp))))
 
 
 def why_this_split(best: Candidate, others: Sequence[Candidate]) -> list[str]:

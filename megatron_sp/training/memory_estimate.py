@@ -2,13 +2,18 @@
 
 A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be
 another one, without a message. It is refused only for what is certain (``estimate/fits.py``); what may be too much is a
-warning, and --allow-oom makes it one in any case.
+warning, and --allow-oom makes it one in any case. A rough form tells all of that at once. What is compared with
+measurements comes from the program itself, which runs without contents in a child process while training goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +22,23 @@ import torch
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.fits import CERTAIN, HOW_TO_START, host_need, order_bytes
+from megatron_sp.estimate.memory_plan import Device
 from megatron_sp.estimate.memory_saves import copy_bytes
 from megatron_sp.estimate.suggestions import advice, breakdown, plan_of, shortage
-from megatron_sp.estimate.traffic import traffic_plan
-from megatron_sp.estimate.workload import Device, workload_of
-from megatron_sp.estimate.workspaces import VARIABLE, workspaces
+from megatron_sp.estimate.workspaces import VARIABLE, WORKSPACES, workspaces
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 
+_PROGRAM = ("-m", "megatron_sp.planner.fake_run")
 STEPS = 10  # after which prediction and measurement are compared
 
 
 class MemoryEstimate:
-    """Predicted memory and traffic of one rank; to be created before the model is built.
+    """Predicted memory of one rank; to be created before the model is built.
 
     Args:
-        is_own: False for a model from elsewhere, whose activations and exchanges the closed forms do not know.
+        is_own: False for a model from elsewhere, whose activations and exchanges are not known.
     """
 
     def __init__(
@@ -58,8 +63,47 @@ class MemoryEstimate:
         if self._kind == "cuda" and torch.cuda.is_available():
             beside = workspaces(torch.cuda.get_device_capability(device), os.environ.get(VARIABLE, ""))
             self.memory = replace(self.memory, stays=(*self.memory.stays, beside))
-        self.traffic = traffic_plan(workload_of(config, world_size, self._kind))
         self._before = resident_bytes()
+        self._child: subprocess.Popen[str] | None = None
+        self._run: dict[str, int] = {}  # what the child has said
+
+    def begin_run(self) -> None:
+        """Run the program without contents in a child process; ``has_run`` tells when it is done."""
+        if not self.is_own or self._child is not None:
+            return
+        asked = json.dumps({"config": self._config.to_dict(), "world_size": self._world_size, "kind": self._kind})
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        with contextlib.suppress(OSError):
+            self._child = subprocess.Popen(
+                [sys.executable, *_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True,
+            )  # fmt: skip
+            assert self._child.stdin is not None
+            with self._child.stdin as pipe:
+                pipe.write(asked)
+
+    def has_run(self) -> bool:
+        """Return whether a run that was begun is over, without waiting for it."""
+        child = self._child
+        if child is None or child.poll() is None:
+            return child is None
+        if not self._run and child.stdout is not None and not child.stdout.closed:
+            with child.stdout as pipe, contextlib.suppress(OSError, ValueError):
+                self._run = json.loads(pipe.read())
+                beside = self.memory.stays[-1].num_bytes if self.memory.stays[-1].name == WORKSPACES else 0
+                self._run["predicted_bytes"] += beside
+        return True
+
+    def close(self) -> None:
+        """End a run that is not over."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
 
     def warning(self) -> list[str]:
         """Return log lines if there is too little memory, with suggestions; else an empty list.
@@ -156,8 +200,7 @@ class MemoryEstimate:
         of_gpu = {"reserved_bytes": reserved, "graphs_bytes": graphs} if self._kind == "cuda" else {}
         return {
             **of_gpu, "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before,
-            "step_s": step_s, "sent_bytes": self.traffic.num_bytes, "can_hide_bytes": self.traffic.can_hide,
-            "collectives": self.traffic.number,
+            "step_s": step_s, **self._run,
         }  # fmt: skip
 
     def line(self, measured: int, step_s: float, reserved: int = 0, graphs: int = 0) -> str:
@@ -177,11 +220,12 @@ class MemoryEstimate:
             found = f"measured {format_bytes(measured)} resident (the whole process{before})"
         if not self.is_own:
             return f"memory: {found}; a step: {step_s:.3g} s"
-        sent, share = self.traffic.num_bytes, self.traffic.can_hide / max(1, self.traffic.num_bytes)
-        moved = (
-            f"{format_bytes(sent)} sent in {self.traffic.number:,} collectives, {share:.0%} can run under computation"
-        )
-        predicted = format_bytes(self.memory.peak)
+        if not self._run:
+            return f"memory: predicted roughly {format_bytes(self.memory.peak)}, {found}; a step: {step_s:.3g} s"
+        sent, share = self._run["sent_bytes"], self._run["can_hide_bytes"] / max(1, self._run["sent_bytes"])
+        number = self._run["collectives"]
+        moved = f"{format_bytes(sent)} sent in {number:,} collectives, {share:.0%} can run under computation"
+        predicted = format_bytes(self._run["predicted_bytes"])
         return f"memory: predicted {predicted}, {found}; a step: {step_s:.3g} s, {moved if sent else 'nothing sent'}"
 
 

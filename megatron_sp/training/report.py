@@ -19,8 +19,7 @@ from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.digests import step_digest
-from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
-from megatron_sp.estimate.workload import head_share
+from megatron_sp.estimate.flops import head_share, peak_tflops, step_flops_per_token
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.training.memory_estimate import STEPS, MemoryEstimate
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from megatron_sp.training.run import Run
 
 NO_LOSS_TOKENS = "no loss tokens"
+
+_WORTH_S = 30.0  # of training that is to come: then the program is run without contents beside it
 
 
 def about_no_loss_tokens(config: Config) -> str:
@@ -67,7 +68,7 @@ class StepReporter:
         self._seconds = 0.0
         self._tokens = 0
         self._steps = 0
-        self._warned_of_peak = self._warned_of_nothing = False
+        self._warned_of_peak = self._warned_of_nothing = self._compared = False
         self._per_token: dict[int, tuple[float, float]] = {}
 
     def pause_ended(self) -> None:
@@ -81,10 +82,14 @@ class StepReporter:
         """Report the step that has just ended, with ``size`` sequences of ``length`` tokens."""
         now = time.monotonic()
         self._seconds += now - self._step_began
+        left = self._train_iters - progress.step
         if len(self._lengths) < STEPS:
             self._lengths.append(now - self._step_began)
-            if len(self._lengths) == STEPS:
-                self._compare(progress.step)
+            if len(self._lengths) == 2 and self._groups.rank == 0 and left * self._lengths[1] >= _WORTH_S:
+                self._memory.begin_run()
+        if len(self._lengths) == STEPS and not self._compared and (self._memory.has_run() or left == 0):
+            self._compared = True
+            self._compare(progress.step)
         self._step_began = now
         if length not in self._per_token:
             model = dataclasses.replace(self._config.model, seq_length=length)
@@ -117,6 +122,7 @@ class StepReporter:
         self._seconds, self._tokens, self._steps, self._causal, self._full = 0.0, 0, 0, 0.0, 0.0
 
     def _compare(self, step: int) -> None:
+        self._memory.close()
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
         reserved = torch.cuda.max_memory_reserved(self._groups.device) if self._groups.device.type == "cuda" else 0
         measurements = (measured, length, reserved, self.graphs_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import memory
 import storages
-import test_memory_form as forms
-import test_traffic as traffic
 from memory import Layout
+from support import memory_cases as forms
+from support import traffic_cases as traffic
 
+from megatron_sp.comm import collectives
 from megatron_sp.config.schema import BatchConfig, Config, DataConfig, KernelConfig, ModelConfig, PrecisionConfig
-from megatron_sp.estimate.workload import workload_of
+from megatron_sp.estimate.rough import RoughRank, rough_memory
 from megatron_sp.ops import routing, tiled_attention
+from megatron_sp.parallel import pipeline
 from megatron_sp.planner import fake_run
+from megatron_sp.planner.expert_rows import RoutedRows
 
 TOLERANCE = 0.002  # gloo's thread lets go of a collective's tensors a moment after whoever waited for it has gone on
 
@@ -52,17 +56,54 @@ def config_of(case: Layout, shape: dict[str, Any], batch: int) -> Config:
     )  # fmt: skip
 
 
+def choose_evenly(logits: torch.Tensor, spec: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Let tokens take experts in turn, each of them as far from each other as can be: all ranks and experts get as many."""
+    first, step = torch.arange(len(logits))[:, None], spec.num_experts // spec.top_k
+    return (first + torch.arange(spec.top_k) * step) % spec.num_experts
+
+
+def rows_taken_evenly(config: Config, ranks: int) -> RoutedRows:
+    """The rows that ``choose_evenly`` makes."""
+    rank, ep, top_k = RoughRank(config, ranks, "cpu"), config.parallel.expert_model_parallel_size, config.model.moe_router_topk
+    tokens = rank.tokens // rank.parts
+    own = tokens * min(ep, top_k) / ep
+    return RoutedRows(own, own * (ep - 1), own * (ep - 1), tokens * top_k)
+
+
+class Counted:
+    """Every collective of more than one rank, as ``comm/collectives.py`` announces it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[int]] = defaultdict(list)
+        collectives.announced = self  # type: ignore[assignment]
+        pipeline.send_async = self.send
+
+    def __call__(self, group: Any, what: str, x: torch.Tensor, *, send: Any = (), receive: Any = ()) -> Any:
+        op, size, ranks = what.split()[0], x.numel() * x.element_size(), group.size()
+        if op == "all_to_all":
+            self.found[op].append((sum(send) - send[group.rank()]) * x.element_size())
+        else:
+            once = (size * ranks if op == "all_gather" else size) * (ranks - 1) // ranks
+            self.found[op].append(2 * once if op == "all_reduce" else once)
+        return group
+
+    def send(self, x: torch.Tensor, group: Any, target: int, what: str) -> Any:
+        """Count a message between stages."""
+        self.found["send"].append(x.numel() * x.element_size())
+        return collectives.send_async(x, group, target, what)
+
+
 def predicted(case: Layout, shape: dict[str, Any], batch: int, *, evenly: bool = False) -> list[fake_run.RankRun]:
-    """The fake run of each rank, with the rows of experts that ``test_memory_form.choose_evenly`` makes."""
+    """The fake run of each rank, with the rows of experts that ``choose_evenly`` makes."""
     config, has = config_of(case, shape, batch), "num_experts" in case.model
-    routed = forms.rows_taken_evenly(workload_of(config, case.ranks, "cpu")).routed if has and evenly else None
+    routed = rows_taken_evenly(config, case.ranks) if has and evenly else None
     return [fake_run.run_rank(config, case.ranks, "cpu", rank, routed=routed) for rank in range(case.ranks)]
 
 
 def compare(cases: list[Layout], want: list[list[dict[str, float]]], evenly: bool) -> None:
     """Compare the memory of a step on this rank."""
     if evenly:
-        routing.choose = forms.choose_evenly  # type: ignore[assignment]
+        routing.choose = choose_evenly  # type: ignore[assignment]
     for case, of_ranks in zip(cases, want, strict=True):
         mine, wrong = of_ranks[dist.get_rank()], {}
         for _ in range(3):
@@ -94,12 +135,14 @@ def test_a_step_with_experts_holds_what_is_predicted(tmp_path: Path, cases: list
     check(tmp_path, cases, evenly=True)
 
 
-def count(cases: list[Layout], want: list[list[dict[str, tuple[float, float]]]]) -> None:
+def count(cases: list[Layout], want: list[list[dict[str, tuple[float, float]]]], module: Any, evenly: bool) -> None:
     """Compare the collectives of a step on this rank."""
+    if evenly:
+        routing.choose = choose_evenly  # type: ignore[assignment]
     for case, of_ranks in zip(cases, want, strict=True):
-        training = memory.Training(case, traffic.SHAPE, traffic.BATCH, "cpu", memory.Counter("cpu"))
+        training = memory.Training(case, module.SHAPE, module.BATCH, "cpu", memory.Counter("cpu"))
         training.step(1)
-        counted = traffic.Counted()
+        counted = Counted()
         training.step(2)
         training.train_step.weights.settle()
         got = {op: (len(sizes), sum(sizes)) for op, sizes in counted.found.items() if sizes}
@@ -119,4 +162,71 @@ def by_op(run: fake_run.RankRun) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("cases", few(traffic.CASES, 5), ids=lambda cases: "; ".join(map(str, cases)))
 def test_a_step_sends_what_is_predicted(tmp_path: Path, cases: list[Layout]) -> None:
     want = [[by_op(run) for run in predicted(case, traffic.SHAPE, traffic.BATCH)] for case in cases]
-    run_ranks(count, cases[0].ranks, tmp_path, cases, want)
+    run_ranks(count, cases[0].ranks, tmp_path, cases, want, traffic, False)
+
+
+@pytest.mark.parametrize("cases", few(forms.EXPERT_CASES[1:], 2), ids=lambda cases: "; ".join(map(str, cases)))
+def test_a_step_with_experts_sends_what_is_predicted(tmp_path: Path, cases: list[Layout]) -> None:
+    want = [[by_op(run) for run in predicted(case, forms.SHAPE, forms.BATCH, evenly=True)] for case in cases]
+    run_ranks(count, cases[0].ranks, tmp_path, cases, want, forms, True)
+
+
+@pytest.mark.parametrize("case", [
+    Layout(), Layout(sp=2, mode="chunked"), Layout(dp=2, zero=memory.zero(3)), Layout(tp=2, tp_seq=True, model=memory.DROPOUT),
+    Layout(kernels=memory.FULL), Layout(dp=2, zero=memory.zero(1), micro_batches=3), Layout(cp=2), forms.pipe(), forms.pipe("zbv"),
+    Layout(dp=2, model=forms.EXPERTS, zero=forms.EP), Layout(model=memory.BERT), Layout(model=memory.LLAMA | {"num_query_groups": 2}),
+], ids=str)  # fmt: skip
+def test_the_rough_form_is_near(case: Layout) -> None:
+    """At a size at which activations count; a search runs what it has chosen by it."""
+    config = config_of(case, forms.SHAPE | {"hidden_size": 768, "seq_length": 1024, "ffn_hidden_size": 3072}, 2)
+    for device in ("cpu", "cuda"):
+        peak = fake_run.predict(config, case.ranks, device).memory.peak  # type: ignore[arg-type]
+        rough = rough_memory(config, case.ranks, device).peak  # type: ignore[arg-type]
+        assert 0.8 < rough / peak < 1.35, (device, rough / 2**20, peak / 2**20)
+
+
+def test_of_the_ranks_those_are_run_that_hold_most() -> None:
+    for case in (Layout(cp=4, model=forms.NARROW), Layout(cp=4, zero={"cp_chunks": 1, "cp_keep_kv": True}), forms.pipe(pp=3)):
+        config = config_of(case, forms.SHAPE, forms.BATCH)
+        peaks = [fake_run.run_rank(config, case.ranks, "cpu", rank).peak for rank in range(case.ranks)]
+        assert max(peaks[rank] for rank in fake_run.ranks_to_run(config, case.ranks)) > 0.95 * max(peaks), str(case)
+
+
+def test_storages_are_counted_once_and_forgotten() -> None:
+    count = storages.StorageCount()
+    with count:
+        a = torch.zeros(1000)
+        assert count.live == 4000
+        views = [a.view(10, 100), a.detach(), a[::2].t(), a.add_(1)]
+        torch.mul(a, 2, out=a)
+        assert count.live == count.peak == 4000
+        b = torch.nn.Parameter(torch.ones(1000))
+        product = (b * 2).square()  # square saves its input
+        del b
+        assert count.live == 4 * 4000
+        product.sum().backward()
+        del product
+        assert count.live == 4000 and count.peak >= 5 * 4000
+        del a
+        assert count.live == 4000
+        del views
+        assert count.live == 0
+        count.reset_peak()
+        assert count.peak == 0
+
+
+def test_storages_that_are_emptied_and_filled_again() -> None:
+    plain = torch.UntypedStorage.resize_
+    with storages.StorageCount() as count:
+        a = torch.zeros(1000)
+        a.untyped_storage().resize_(0)
+        assert count.live == 0
+        a.untyped_storage().resize_(8000)
+        assert count.live == count.peak == 8000
+        other = torch.zeros(10).untyped_storage()
+        with storages.StorageCount():
+            other.resize_(80)
+            assert count.live == 8080
+        del other
+        assert count.live == 8000
+    assert torch.UntypedStorage.resize_ is plain

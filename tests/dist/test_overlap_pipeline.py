@@ -1,4 +1,4 @@
-"""--report-overlap of pipelines on real ranks: messages as the closed form has them, actions in the order of the plan, the files."""
+"""--report-overlap of pipelines on real ranks: messages as a run without contents has them, actions in the order of the plan, the files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import pytest
 from support.training import NO_DROPOUT, records, train
 
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.estimate import traffic
-from megatron_sp.estimate.memory_rank import RankForm
-from megatron_sp.estimate.stages import pipeline_plan, shares_of
-from megatron_sp.estimate.workload import workload_of
+from megatron_sp.estimate.stages import pipeline_plan
 from megatron_sp.parallel.pipeline_plan import PipelinePlan
+from megatron_sp.planner import fake_run
 from megatron_sp.training.overlap import OverlapReport
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -58,12 +56,11 @@ def test_a_pipeline_reports_its_messages_and_its_schedule(name: str, tmp_path: P
         [*map(str, words), "--seq-length=32", "--hidden-size=32", "--num-attention-heads=4", "--lr=1", "--mock-data", "--vocab-size=60"],
         world_size=ranks,
     )
-    workload = workload_of(config, ranks, "cpu")
-    plan = pipeline_plan(workload.model, workload.kernels, workload.parallel, 3)
+    plan = pipeline_plan(config.model, config.kernels, config.parallel, 3)
+    runs = [fake_run.run_rank(config, ranks, "cpu", rank) for rank in range(ranks)]
     outcome = train(tmp_path, "--save", tmp_path / "run", *words, ranks=ranks, setup=keep_steps(tmp_path))
     outcome.expect(0, "messages of rank 0's pipeline", f"pipeline ({plan.kind}): passes of a step", "overlap: schedule in")
     assert all("pipeline (" not in text for text in outcome.texts[1:])
-    shares = shares_of(workload.model, workload.kernels, workload.parallel, 3)
     for rank in range(ranks):
         steps = json.loads((tmp_path / f"steps-{rank}.json").read_text())
         assert len(steps) == 2
@@ -71,9 +68,8 @@ def test_a_pipeline_reports_its_messages_and_its_schedule(name: str, tmp_path: P
         for step in steps:
             check_actions(step["actions"], plan, me)
             check_messages(step["flights"], plan, me)
-            form = RankForm(workload, shares[me])
-            flows = {flow.kind: (flow.number, flow.num_bytes) for flow in traffic._of_rank(form).flows if flow.group == "pp"}
-            assert sent(step["flights"]) == flows
+            messages = [size for (_, _, group, _), size in runs[rank].sent().items() if group == "pp"]
+            assert sent(step["flights"]) == tuple(map(sum, zip(*messages, strict=True)))
     check_files(tmp_path / "run", plan, outcome.texts[0])
 
 
@@ -96,16 +92,11 @@ def check_messages(flights: list[Any], plan: PipelinePlan, me: int) -> None:
     assert all(0 <= begin <= end and exposed >= 0 for _, _, _, _, begin, end, exposed in flights)
 
 
-def sent(flights: list[Any]) -> dict[str, tuple[int, int]]:
-    """(number, bytes) of what a rank has sent to other stages, by kind; all in fp32."""
-    found: dict[str, tuple[int, int]] = {}
-    for what, _, _, way, *_ in flights:
-        if what[:2] == ["pp", "send"]:
-            kind = "outputs of stages" if way == "forward" else "gradients of stages' inputs"
-            number, size = found.get(kind, (0, 0))
-            found[kind] = number + 1, size + 4 * sum(what[2])
-            assert what[4] == "float32"
-    return found
+def sent(flights: list[Any]) -> tuple[int, int]:
+    """(number, bytes) of what a rank has sent to other stages; all in fp32."""
+    sizes = [4 * sum(what[2]) for what, *_ in flights if what[:2] == ["pp", "send"]]
+    assert all(what[4] == "float32" for what, *_ in flights if what[:2] == ["pp", "send"])
+    return len(sizes), sum(sizes)
 
 
 def check_files(run_dir: Path, plan: PipelinePlan, text: str) -> None:

@@ -53,7 +53,7 @@ SUITES = {
     ),
     "zero": Suite(
         ("optim/flat.py", "optim/gradients.py", "optim/weights.py", "optim/residency.py", "optim/optimizer.py"),
-        ("tests/unit/optim", "tests/dist/test_zero.py", f"{GRID}::test_zero", "tests/dist/test_memory_form.py"),
+        ("tests/unit/optim", "tests/dist/test_zero.py", f"{GRID}::test_zero", "tests/dist/test_fake_run.py"),
     ),
     "bert": Suite(
         ("models/bert.py", "models/language_model.py"),

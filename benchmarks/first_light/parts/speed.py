@@ -14,8 +14,7 @@ from first_light.prediction import against, config_of, machine_of, predict, with
 from first_light.records import Context
 from megatron_sp.comm.groups import destroy_process_group
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
-from megatron_sp.estimate.memory import memory_plan
-from megatron_sp.estimate.workload import workload_of
+from megatron_sp.planner import fake_run
 
 
 def run_small(context: Context) -> None:
@@ -52,7 +51,7 @@ def _compare(
         context.record("measured against predicted", label, **against(measured["median_ms"], predicted["predicted_ms"]))
     if measured and context.device == "cuda":
         config = config_of(shape, f"--global-batch-size {shape['batch']} --fused-kernels {kernel}")
-        form = with_workspaces(memory_plan(workload_of(config, 1, "cuda"))).peak
+        form = with_workspaces(fake_run.predict(config, 1, "cuda").memory).peak
         # less than the form: this loop holds one batch and no totals
         context.record("peak memory against the form", label, peak_bytes=measured["peak_bytes"], form_bytes=form,
                        **{"measured / form": measured["peak_bytes"] / form})  # fmt: skip

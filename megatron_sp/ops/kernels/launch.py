@@ -27,6 +27,8 @@ _in_use = False
 
 @dataclass(slots=True)
 class Launch:
+    """A kernel with its grid and arguments, ready to be queued."""
+
     kernel: Any  # a function that ``triton.jit`` has decorated
     grid: tuple[int, ...]  # programs along each axis; none of them is 0
     arguments: Sequence[Any]  # tensors and numbers, in order

@@ -46,4 +46,4 @@ MEASURED = {
 def test_the_form_knows_whose_kernels_ran(name: str, kernel: str) -> None:
     plan = memory_peak.form(name, memory_peak._SHAPE, 1, "cuda", kernel)
     measured = MEASURED[name][kernel == "triton"]
-    assert measured == pytest.approx(plan.worst.num_bytes, rel=0.035 if name == "recompute full" else 0.004)
+    assert measured == pytest.approx(plan.worst.num_bytes, rel=0.035 if name == "recompute full" else 0.01)

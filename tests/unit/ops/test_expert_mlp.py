@@ -6,8 +6,6 @@ import pytest
 import torch
 from support.expert_rows import ROWS, E, H, K, made, run
 
-from megatron_sp.estimate import memory_experts
-from megatron_sp.ops import expert_mlp
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import Choices, experts_forward, is_grouped
 
@@ -31,7 +29,6 @@ def test_bits_repeat(grouped: bool) -> None:
 def test_a_cpu_computes_one_after_another() -> None:
     x, _, _, params = made(torch.bfloat16, bias=False)
     assert not is_grouped(x, params)
-    assert memory_experts._GROUPED_ALIGN == expert_mlp._GROUPED_ALIGN, "the memory form knows where they are one"
 
 
 def test_rows_without_choices() -> None:

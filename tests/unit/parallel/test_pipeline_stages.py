@@ -6,10 +6,8 @@ import itertools
 
 import pytest
 
-from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
-from megatron_sp.estimate.pipeline_states import states_of
-from megatron_sp.estimate.stages import RankShare, layers_of_stages, shares_of
-from megatron_sp.parallel.pipeline_orders import plan_pipeline
+from megatron_sp.config.schema import ModelConfig, ParallelConfig
+from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.parallel.pipeline_stages import cut_model, deal_layers, deal_unlike_layers, whole_model
 
 
@@ -81,36 +79,3 @@ def test_layers_of_ranks_that_are_given_are_those_of_all_their_stages() -> None:
     assert layers_of_stages(model(10), parallel) == (1, 2, 2, 1, 2, 2)
     parallel = ParallelConfig(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=5)
     assert layers_of_stages(model(7), parallel) == (2, 5)
-
-
-def most(share: RankShare, kind: str, what: str) -> int:
-    """The most of something that a rank holds while it computes actions of a kind, of all its stages together."""
-    return max(sum(getattr(state, what)) for state in share.states if state.kind == kind)
-
-
-def test_what_each_rank_has() -> None:
-    parallel = ParallelConfig(pipeline_model_parallel_size=4)
-    shares = shares_of(model(8), KernelConfig(), parallel, 8)
-    assert [(s.has_embedding, s.has_head, most(s, "B", "alive"), most(s, "B", "waiting"), s.puts_off) for s in shares] == [
-        (True, False, 3, 0, False), (False, False, 2, 0, False), (False, False, 1, 0, False), (False, True, 0, 0, False),
-    ]  # fmt: skip
-    assert shares[1].stage(0) == RankShare(2, False, False, is_stage=True)
-    parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zbv")
-    shares = shares_of(model(8), KernelConfig(), parallel, 8)
-    assert (shares[0].has_embedding, shares[0].has_head, shares[3].turns, shares[0].turns) == (True, True, "both", "")
-    assert (shares[0].stage(0).has_embedding, shares[0].stage(0).has_head, shares[0].stage(1).has_head) == (True, False, True)
-    assert [shares[3].stage(index).turns for index in range(2)] == ["below", "above"]
-    assert all(s.stages == 2 and s.puts_off and most(s, "B", "waiting") > 0 and most(s, "F", "alive") < 8 for s in shares)
-    alone = shares_of(model(8), KernelConfig(), ParallelConfig(), 3)[0]
-    assert (alone.stages, alone.is_cut, alone.states) == (1, False, ())
-
-
-def test_states_by_hand() -> None:
-    """F0:0 F0:1 B0:0 W0:0 F0:2 ...: what is alive, sent, received one action ahead, and what has gradients."""
-    plan = plan_pipeline("1f1b", 2, 1, 3)
-    found = [(state.kind, state.alive[0], state.messages[0], len(state.begun), state.is_last) for state in states_of(plan, 0, 1)]
-    # the second F before any B: its receive is posted; B0:0 knows that the first output has arrived, and the second is on its way
-    assert found == [("F", 1, 2, 0, False), ("B", 1, 1, 0, False), ("F", 1, 2, 2, False), ("B", 1, 1, 2, False), ("B", 0, 0, 2, True)]
-    put_off = states_of(plan_pipeline("zb1p", 2, 1, 3), 1, 1)
-    found = [(state.kind, state.waiting[0]) for state in put_off]
-    assert found == [("F", 0), ("B", 0), ("F", 1), ("B", 1), ("W", 2), ("F", 1), ("B", 1), ("W", 2), ("W", 1)]

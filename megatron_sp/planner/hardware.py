@@ -37,7 +37,7 @@ class Gpu:
         units: multiprocessors, for the wave quantization of matrix products; 0: not modelled.
         launch_us: time of a kernel launch on the device.
         host_ms: time of Python for a layer of a micro-batch, forward and backward, without exchanges: a step takes at least
-            as long as the host (``planner/timing.py``).
+            as long as the host (``planner/timeline.py``).
         link: link between the GPUs of a node.
         activation_gbs, update_gbs: ``memory_gbs`` of the MLP's activation and of the optimizer where they differ; 0:
             they do not.

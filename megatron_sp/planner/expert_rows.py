@@ -1,4 +1,4 @@
-"""Rows of a layer with experts: how many a rank sends to the ranks of the experts that its tokens choose, and their bytes.
+"""Rows of a layer with experts: how many a rank sends to the ranks of the experts that its tokens choose,.
 
 A row goes to a rank once, however many of its experts it has chosen. With even random choice of k of E experts on ep ranks
 
@@ -16,9 +16,6 @@ from functools import cache
 from math import comb
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.utils.numbers import round_up
-
-_ALIGN_BYTES = 16  # as in parallel/expert_exchange.py
 
 
 @dataclass(frozen=True)
@@ -29,24 +26,12 @@ class RoutedRows:
         own: rows that go to experts of the rank itself.
         to_others, from_others: rows that go to other ranks, and that come from them.
         choices: choices of the rank's experts in its own rows and those that have come.
-        most: of these, those of the expert that has most.
     """
 
     own: float
     to_others: float
     from_others: float
     choices: float
-    most: float
-
-    @property
-    def sent(self) -> float:
-        """Rows that are sent, to the rank itself, too."""
-        return self.own + self.to_others
-
-    @property
-    def received(self) -> float:
-        """Rows that arrive, from the rank itself, too."""
-        return self.own + self.from_others
 
 
 def even_rows(model: ModelConfig, ep: int, tokens: float, load: float = 1.0) -> RoutedRows:
@@ -64,9 +49,7 @@ def even_rows(model: ModelConfig, ep: int, tokens: float, load: float = 1.0) -> 
     )
     per_rank = tokens * ranks_of_token(model, ep) / ep
     coming = min(load * per_rank, tokens)
-    return RoutedRows(
-        coming, (ep - 1) * per_rank, (ep - 1) * coming, choices, min(choices * ep / model.num_experts, ep * tokens)
-    )
+    return RoutedRows(coming, (ep - 1) * per_rank, (ep - 1) * coming, choices)
 
 
 def ranks_of_token(model: ModelConfig, ep: int) -> float:
@@ -95,28 +78,3 @@ def _missed(overlaps: tuple[int, ...], size: int, of_token: int, k: int) -> floa
     allowed = of_token * size
     missed = sum(number * comb(allowed - mine, k) for (chosen, mine), number in ways.items() if chosen == of_token)
     return missed / (comb(len(overlaps), of_token) * comb(allowed, k))
-
-
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of what travels for a row.
-
-    Attributes:
-        there: the row with its weights and the numbers of its experts.
-        back: the results' row, and its gradient.
-        gradient: the row's gradient with those of its weights.
-    """
-
-    there: int
-    back: int
-    gradient: int
-
-    @classmethod
-    def of(cls, width: int, top_k: int, element: int, weight: int) -> RowBytes:
-        """Return the bytes of rows of ``width`` elements, whose weights take ``weight`` bytes each."""
-        row = round_up(width * element, _ALIGN_BYTES)
-        return cls(
-            row + round_up(top_k * (weight + 4), _ALIGN_BYTES),
-            width * element,
-            row + round_up(top_k * weight, _ALIGN_BYTES),
-        )

@@ -1,35 +1,16 @@
-"""The closed form of a step's memory against counted storages, phase by phase, on gloo ranks."""
+"""Layouts whose memory is measured: groups of the same number of ranks, of which some are long."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from support.paths import ROOT
-from support.ranks import run_ranks
 
-from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from megatron_sp.estimate import memory_attention, memory_zero
-from megatron_sp.estimate.expert_rows import RoutedRows
-from megatron_sp.estimate.memory import memory_plan, plans_of_ranks
-from megatron_sp.estimate.memory_activations import ActivationForm
-from megatron_sp.estimate.memory_plan import MemoryPlan
-from megatron_sp.estimate.memory_rank import RankForm
-from megatron_sp.estimate.memory_shape import lm_head_chunk_tokens
-from megatron_sp.estimate.workload import Workload
-from megatron_sp.ops import routing, tiled_attention
-from megatron_sp.optim import flat
-from megatron_sp.parallel.lm_head import default_chunk_tokens
+from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import memory
-import storages
 from memory import BERT, DROPOUT, FULL, LLAMA, SELECTIVE, Layout, zero
 
 SHAPE = {
@@ -267,162 +248,3 @@ EXPERT_CASES = [
     pytest.param([pipe(kind, model=EXPERTS | DEEP, dp=2, zero=parallel) for kind in ("1f1b", "zb1p")
                   for parallel in (EP, zero(1), EP | zero(2))], marks=pytest.mark.long),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _load_dynamo() -> None:
-    """A dispatch mode imports it: once, here, instead of in every child."""
-    with storages.StorageCount():
-        torch.zeros(1)
-
-
-def compare(cases: list[Layout]) -> None:
-    """Measure each layout on every rank; the largest peak of each phase among the ranks of a stage against the plan."""
-    ActivationForm.empties = property(lambda form: True)  # tensors as small as these are torch's own, which can be emptied on the CPU too
-    for case in cases:
-        for _ in range(3):  # gloo's thread may let go of what it has reduced a moment later, and then the peak of that step is higher
-            wrong = differences(case)
-            if not wrong:
-                break
-        assert not wrong, "\n".join(wrong)
-
-
-def choose_evenly(logits: torch.Tensor, spec: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Let tokens take experts in turn, each of them as far from each other as can be: all ranks and experts get as many."""
-    first, step = torch.arange(len(logits))[:, None], spec.num_experts // spec.top_k
-    return (first + torch.arange(spec.top_k) * step) % spec.num_experts
-
-
-def rows_taken_evenly(workload: Workload) -> Workload:
-    """The workload with the rows that ``choose_evenly`` makes."""
-    ep, top_k = workload.parallel.expert_model_parallel_size, workload.model.moe_router_topk
-    tokens = RankForm(workload).shape.tp_seq_tokens
-    own, choices = tokens * min(ep, top_k) / ep, tokens * top_k
-    routed = RoutedRows(own, own * (ep - 1), own * (ep - 1), choices, choices * ep / (workload.model.num_experts or 1))
-    return replace(workload, routed=routed)
-
-
-def compare_experts(cases: list[Layout]) -> None:
-    """``compare`` with an even load of all experts."""
-    routing.choose = choose_evenly  # type: ignore[assignment]
-    compare(cases)
-
-
-def differences(case: Layout) -> list[str]:
-    """What a step holds that the plan does not say, the same on every rank."""
-    tiled_attention._whole_band.cache_clear()  # what another case has made is not counted
-    measured = memory.measure(case, SHAPE, BATCH)
-    even = rows_taken_evenly if "num_experts" in case.model else lambda workload: workload
-    plans = memory.predict(case, SHAPE, BATCH, what=lambda workload: plans_of_ranks(even(workload)))
-    tolerance = (
-        0.1 if case.bf16 else 0.05 if "zero_stage" in case.zero or "model_family" in case.model else 0.02
-    )  # bf16: kernels widen block by block
-    wrong, mine = [], dist.get_rank() * len(plans) // case.ranks
-    for rank, plan in enumerate(plans):
-        want = {"resident": plan.resident, "peak": plan.peak, **{p: plan.peak_of(p) for p in ("forward", "backward", "update")}}
-        assert measured.keys() == want.keys()
-        for name, expected in want.items():
-            most = torch.tensor(measured[name] if rank == mine else 0)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            if abs(int(most) / expected - 1) >= tolerance:
-                of = f" of pipeline rank {rank}" if case.pp > 1 else ""
-                wrong.append(f"{case}: {name}{of} is {int(most)}, the closed form {expected}\n{plan.text()}")
-    return wrong
-
-
-@pytest.mark.parametrize("cases", CASES, ids=lambda cases: "; ".join(map(str, cases)))
-def test_the_closed_form_is_what_a_step_holds(tmp_path: Path, cases: list[Layout]) -> None:
-    assert len({case.ranks for case in cases}) == 1
-    run_ranks(compare, cases[0].ranks, tmp_path, cases)
-
-
-@pytest.mark.parametrize("cases", EXPERT_CASES, ids=lambda cases: "; ".join(map(str, cases)))
-def test_the_closed_form_of_experts_is_what_a_step_holds(tmp_path: Path, cases: list[Layout]) -> None:
-    assert len({case.ranks for case in cases}) == 1
-    run_ranks(compare_experts, cases[0].ranks, tmp_path, cases)
-
-
-def test_storages_are_counted_once_and_forgotten() -> None:
-    count = storages.StorageCount()
-    with count:
-        a = torch.zeros(1000)
-        assert count.live == 4000
-        views = [a.view(10, 100), a.detach(), a[::2].t(), a.add_(1)]
-        torch.mul(a, 2, out=a)
-        assert count.live == count.peak == 4000
-        b = torch.nn.Parameter(torch.ones(1000))
-        product = (b * 2).square()  # square saves its input
-        del b
-        assert count.live == 4 * 4000
-        product.sum().backward()
-        del product
-        assert count.live == 4000 and count.peak >= 5 * 4000
-        del a
-        assert count.live == 4000
-        del views
-        assert count.live == 0
-        count.reset_peak()
-        assert count.peak == 0
-
-
-def test_storages_that_are_emptied_and_filled_again() -> None:
-    plain = torch.UntypedStorage.resize_
-    with storages.StorageCount() as count:
-        a = torch.zeros(1000)
-        a.untyped_storage().resize_(0)
-        assert count.live == 0
-        a.untyped_storage().resize_(8000)
-        assert count.live == count.peak == 8000
-        other = torch.zeros(10).untyped_storage()
-        with storages.StorageCount():
-            other.resize_(80)
-            assert count.live == 8080
-        del other
-        assert count.live == 8000
-    assert torch.UntypedStorage.resize_ is plain
-
-
-def plan_of(shape: dict[str, Any], parallel: dict[str, Any] | None = None, **rest: Any) -> MemoryPlan:
-    model = ModelConfig(**{**SHAPE, **shape})
-    optimizer, precision = rest.pop("optimizer", "adam"), rest.pop("precision", PrecisionConfig())
-    return memory_plan(Workload(model, ParallelConfig(**(parallel or {})), KernelConfig(), BatchConfig(), precision, **rest), optimizer)
-
-
-def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
-    for device in ("cpu", "cuda"):
-        for rows in (1, 1000, 4096, 50304, 2**20):
-            assert lm_head_chunk_tokens(rows, device) == default_chunk_tokens(rows, device)
-
-
-def test_small_tiles_are_batched_as_the_plan_says() -> None:
-    assert tiled_attention._BATCHED_BYTES == memory_attention._BATCHED_BYTES
-
-
-def test_the_units_are_aligned_as_the_plan_says() -> None:
-    assert flat._ALIGN_BYTES == memory_zero.ALIGN_BYTES
-
-
-def test_activations_in_host_memory() -> None:
-    """A GPU has none of all blocks but two; a CPU has them and the copies."""
-    plans = {}
-    for kernels in (KernelConfig(), KernelConfig(offload_activations=True)):
-        for device in ("cpu", "cuda"):
-            model = ModelConfig(**{**SHAPE, "num_layers": 6})
-            plan = memory_plan(Workload(model, ParallelConfig(), kernels, BatchConfig(), PrecisionConfig(), device=device))  # type: ignore[arg-type]
-            plans[device, kernels.offload_activations] = plan
-    block = plans["cuda", True].host // 5
-    assert plans["cuda", False].host == 0 and plans["cpu", True].host > 0 and plans["cuda", True].as_dict()["host"] == 5 * block
-    assert plans["cuda", False].peak_of("forward") - plans["cuda", True].peak_of("forward") > 3 * block
-    assert plans["cpu", True].peak - plans["cpu", False].peak == plans["cpu", True].host
-
-
-def test_precision_and_optimizer() -> None:
-    fp32, bf16, sgd = plan_of({}), plan_of({}, precision=PrecisionConfig(bf16=True)), plan_of({}, optimizer="sgd")
-    lines = {line.name: line.num_bytes for line in fp32.stays}
-    n = lines["parameters"] // 4
-    assert lines["optimizer state"] == 8 * n and lines["master weights"] == 0
-    assert {line.name: line.num_bytes for line in sgd.stays}["optimizer state"] == 4 * n
-    narrow = {line.name: line.num_bytes for line in bf16.stays}
-    assert narrow["master weights"] == 2 * narrow["parameters"], "4 and 2 bytes"
-    assert 2 * n <= narrow["parameters"] < 2.01 * n, "aligned to as many bytes: a few more elements"
-    assert "parameters" in fp32.text() and "at the peak: " in fp32.text() and fp32.as_dict()["peak"] == fp32.peak

@@ -1,0 +1,371 @@
+"""Memory of a rank by a rough form: to choose among many configurations, of which the best are then run.
+
+It knows what grows: parameters, gradients and optimizer state with ZeRO, what layers save for backward, and the largest
+temporaries. What the program really holds is told by running it without contents (``planner/fake_run.py``), which is not
+for thousands of layouts, nor for the start of a run; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan, Moment
+from megatron_sp.estimate.parameters import mlp_parameters, norm_widths
+from megatron_sp.estimate.stages import enough_micro_batches, layers_of_stages, pipeline_plan
+from megatron_sp.models.unit_order import recompute_plan
+from megatron_sp.utils.numbers import round_up
+
+_CHUNK = {
+    "cpu": (52 * 2**20, 512),
+    "cuda": (512 * 2**20, 2**20),
+}  # bytes and tokens of logits, as in parallel/lm_head.py
+
+
+class RoughRank:
+    """Sizes of one pipeline rank; of the ranks that share its layers that with most heads, and with even loads of experts.
+
+    Args:
+        config: validated, with the vocabulary size.
+        world_size: processes of the job.
+        device: of each.
+        rank: of the pipeline.
+    """
+
+    def __init__(self, config: Config, world_size: int, device: Device, rank: int = 0) -> None:
+        self.config, self.cuda, self.rank = config, device == "cuda", rank
+        model, parallel, kernels, batch = config.model, config.parallel, config.kernels, config.batch
+        assert (
+            model.num_layers
+            and model.hidden_size
+            and model.num_attention_heads
+            and model.seq_length
+            and model.vocab_size
+        )
+        self.tp, self.sp, self.cp = (
+            parallel.tensor_model_parallel_size,
+            parallel.sequence_parallel_size,
+            parallel.context_parallel_size,
+        )
+        self.pp, self.dp, self.h, self.d = (
+            parallel.pipeline_model_parallel_size,
+            parallel.dp_size(world_size),
+            model.hidden_size,
+            model.head_dim,
+        )
+        self.parts = self.tp if parallel.sequence_parallel else 1  # that share the positions between the layers
+        precision = config.precision
+        self.e, self.wide = (2, 4) if precision.bf16 or precision.fp16 else (8, 8) if precision.fp64 else (4, 4)
+        self.count = max(1, (batch.global_batch_size or 0) // (batch.micro_batch_size * self.dp))
+        b, s = batch.micro_batch_size, -(-model.seq_length // self.cp)
+        self.all_tokens = b * s  # of attention, with the heads of this rank
+        self.tokens = b * round_up(s, self.sp * self.parts) // self.sp  # inside the layers
+        self.stream, self.whole = self.tokens // self.parts * self.h * self.e, self.tokens * self.h * self.e
+        self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp
+        most_bytes, most_tokens = _CHUNK[device]
+        self.head_tokens = kernels.lm_head_chunk_tokens or min(
+            most_tokens, max(128, most_bytes // (4 * self.rows) // 64 * 64)
+        )
+        of_ranks = self.tp * self.sp
+        self.queries, self.keys = -(-model.num_attention_heads // of_ranks), -(-model.num_groups // of_ranks)
+        self.replicas = self.dp * self.cp * self.sp
+        which = model.expert_layers(model.num_layers)
+        if self.pp == 1:
+            self.layers, self.states = list(range(model.num_layers)), [(float(model.num_layers), 0.0, self.count > 1)]
+            self.has_embedding = self.has_head = True
+        else:
+            self._deal()
+        self.with_experts = sum(layer in which for layer in self.layers)
+
+    def _deal(self) -> None:
+        """Set the layers of this rank, and what it holds in its passes: layers between F and B, between B and W, and whether gradients."""
+        model, parallel = self.config.model, self.config.parallel
+        plan = pipeline_plan(model, self.config.kernels, parallel, enough_micro_batches(parallel, self.count))
+        of_stages, mine = layers_of_stages(model, parallel), plan.stages_of(self.rank)
+        alive, waiting, begun, states = 0.0, 0.0, set[int](), set[tuple[float, float, bool]]()
+        for action in plan.actions[self.rank]:
+            share = of_stages[action.stage] / plan.num_slices
+            alive += share if action.kind == "F" else 0
+            states.add((alive, waiting, len(begun) == len(mine)))
+            if action.kind == "B":
+                alive, waiting = alive - share, waiting + share * plan.splits
+                begun.add(action.stage)
+            waiting -= share if action.kind == "W" and plan.splits else 0
+        is_less = lambda one, other: other != one and all(a >= b for a, b in zip(other, one, strict=True))
+        self.states = [one for one in states if not any(is_less(one, other) for other in states)]
+        self.has_embedding, self.has_head = 0 in mine, plan.num_stages - 1 in mine
+        starts = [sum(of_stages[:stage]) for stage in range(len(of_stages))]
+        self.layers = [layer for stage in mine for layer in range(starts[stage], starts[stage] + of_stages[stage])]
+
+    # parameters
+
+    @cached_property
+    def layer(self) -> tuple[float, float]:
+        """Parameters of a layer of this rank: all but experts, and its experts; of unlike layers those of one on average."""
+        model, share = self.config.model, self.with_experts / max(1, len(self.layers))
+        assert model.num_attention_heads
+        norms = 2 if model.normalization == "LayerNorm" else 1
+        rows = (model.num_attention_heads // self.tp + 2 * max(1, model.num_groups // self.tp)) * self.d
+        dense: float = (
+            (rows + model.num_attention_heads // self.tp * self.d) * self.h
+            + 2 * norms * self.h
+            + norms * sum(norm_widths(model))
+        )
+        dense += (
+            rows * model.qkv_bias
+            + self.h * model.proj_bias
+            + (1 - share) * mlp_parameters(model, model.ffn_size) / self.tp
+        )
+        if not share:
+            return dense, 0.0
+        shared = mlp_parameters(model, model.shared_expert_size) / self.tp if model.shared_expert_size else 0
+        experts = (model.num_experts or 0) * mlp_parameters(model, model.expert_ffn_size)
+        dense += share * ((model.num_experts or 0) * self.h + shared)
+        return dense, share * experts / self.config.parallel.expert_model_parallel_size
+
+    @cached_property
+    def ends(self) -> tuple[float, float]:
+        """Parameters of the embedding and of the head."""
+        model, norms = self.config.model, 2 if self.config.model.normalization == "LayerNorm" else 1
+        table, h = self.rows * self.h, self.h
+        positions = model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0
+        bert = (h * h + 3 * h + self.rows if model.is_bert else 0) + (h * h + 3 * h if model.has_order_head else 0)
+        apart = model.untie_embeddings_and_output_weights
+        head = norms * h + bert + table * (apart or not self.has_embedding)
+        return (table + positions + model.token_types * h) * self.has_embedding, head * self.has_head
+
+    @property
+    def num_params(self) -> float:
+        """Parameters that this rank works with."""
+        return sum(self.layer) * len(self.layers) + sum(self.ends)
+
+    def sharded(self, dense: float, experts: float) -> float:
+        """Return the elements of this rank's shards."""
+        ep = self.config.parallel.expert_model_parallel_size
+        return dense / self.replicas + experts / max(1.0, self.replicas * self.parts / ep)
+
+    @cached_property
+    def shard(self) -> float:
+        """Elements of this rank's shards of all parameters."""
+        dense, experts = self.layer
+        return self.sharded(dense * len(self.layers) + sum(self.ends), experts * len(self.layers))
+
+    # activations
+
+    @cached_property
+    def mlp(self) -> tuple[float, float]:
+        """Bytes of an MLP or of experts before the activation function and after it, on average over the layers."""
+        model, share = self.config.model, self.with_experts / max(1, len(self.layers))
+        gate = 2 if model.is_gated else 1
+        inner = (1 - share) * self.tokens * model.ffn_size / self.tp * self.e
+        if share:
+            choices = self.tokens / self.parts * model.moe_router_topk * self.config.parallel.moe_worst_load
+            inner += (
+                share * (choices * model.expert_ffn_size + self.tokens * model.shared_expert_size / self.tp) * self.e
+            )
+        return inner * gate, inner
+
+    @cached_property
+    def heads(self) -> tuple[float, float]:
+        """Bytes of q, k and v, and of attention's output, of this rank's heads."""
+        element = self.all_tokens * self.d * self.e
+        return (self.queries + 2 * self.keys) * element, self.queries * element
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if attention writes all scores to memory."""
+        model, backend = self.config.model, self.config.kernels.attention_backend
+        drops = model.attention_dropout > 0
+        return (
+            backend in ("unfused", "local") or (drops and (self.cp > 1 or not self.cuda)) or (self.cuda and self.e == 8)
+        )
+
+    @cached_property
+    def scores(self) -> float:
+        """Bytes of one tensor of attention scores, where there is one."""
+        return (
+            self.is_plain * self.queries * self.all_tokens * (self.config.model.seq_length or 0) * self.wide / self.cp
+        )
+
+    @cached_property
+    def saved(self) -> tuple[float, float]:
+        """Bytes that a layer saves for backward, and that it saves if it is computed again."""
+        model, kernels = self.config.model, self.config.kernels
+        qkv, out = self.heads
+        joined = self.tokens * (model.num_attention_heads or 0) / self.tp * self.d * self.e if self.sp > 1 else 0.0
+        sums = 4 * self.queries * self.all_tokens
+        streams = (1 if model.use_parallel_residual else 2) + 2 * (model.norm_placement == "post")
+        selective = kernels.recompute_granularity == "selective"
+        results = out + joined + (0 if selective else sums + 1.5 * self.scores)
+        wide = 0.0 if kernels.mlp_chunks > 1 else self.mlp[0]
+        share = self.with_experts / max(1, len(self.layers))
+        if share and self.config.parallel.expert_model_parallel_size > 1:
+            rows = (
+                self.tokens / self.parts * min(model.moe_router_topk, self.config.parallel.expert_model_parallel_size)
+            )
+            wide += share * rows * self.h * self.e
+        kept = self.config.parallel.cp_keep_kv * (self.cp - 1) * 2 * self.keys * self.all_tokens * self.d * self.e
+        whole = streams * self.stream + (0 if kernels.recompute_qkv else qkv) + results + wide + kept
+        keeps = self.cp > 1 or not (self.is_plain or model.attention_dropout > 0)
+        again = kernels.recompute_attention
+        of_results = 0.0 if again == "full" or not keeps else out + sums + kept + (joined if again == "none" else 0)
+        group = kernels.recompute_num_layers or 1 if kernels.recompute_method != "block" else 1
+        return whole, self.stream / group + of_results
+
+    @cached_property
+    def again(self) -> float:
+        """Share of the layers that are computed again in backward."""
+        count = max(1, len(self.layers))
+        return sum(last - first for first, last, again in recompute_plan(self.config.kernels, count) if again) / count
+
+    @cached_property
+    def each(self) -> float:
+        """Bytes that a layer saves, on average over those that are made again and the others."""
+        whole, remade = self.saved
+        return whole * (1 - self.again) + remade * self.again
+
+    @cached_property
+    def put_off(self) -> float:
+        """Bytes of the operands of a layer's gradients of weights, between B and W."""
+        model, share, (qkv, out), (wide, inner) = (
+            self.config.model,
+            self.with_experts / max(1, len(self.layers)),
+            self.heads,
+            self.mlp,
+        )
+        rows = share * self.tokens / self.parts * model.moe_router_topk * 2 * self.h * self.e
+        return (2 + 2 * (1 - share)) * self.whole + qkv + out + wide + inner + rows
+
+    @cached_property
+    def inside(self) -> tuple[float, float, float]:
+        """Bytes beside what is saved while the forward pass is in a layer, while backward is, and what one saves that is made again."""
+        model, kernels = self.config.model, self.config.kernels
+        qkv, out = self.heads
+        wide, inner = self.mlp
+        pieces = max(1, kernels.mlp_chunks)
+        again = kernels.recompute_granularity == "full"
+        group = (
+            min(kernels.recompute_num_layers or 1, max(1, len(self.layers)))
+            if kernels.recompute_method != "block"
+            else 1
+        )
+        remade = (self.saved[0] * group) if again else 0.0
+        triton = self.cuda and self.e != 8 and kernels.fused_kernels != "torch"
+        gated = 0.0 if triton or not model.is_gated else inner
+        exchanged = qkv if self.sp > 1 or self.cp > 1 else 0.0
+        forward = max(wide / pieces + inner / pieces + self.whole, qkv + out + exchanged + self.scores)
+        borrowed = 2 * out * 2 / self.e if self.e == 2 or self.queries > self.keys else 0.0
+        of_mlp = self.whole * (1 + (self.parts > 1)) + (wide + inner + gated + (wide if pieces > 1 else 0)) / pieces
+        of_attention = 2 * self.whole + qkv + out + exchanged + borrowed + 2 * self.scores
+        return forward, max(of_mlp, of_attention), remade
+
+    @cached_property
+    def head(self) -> float:
+        """Bytes of the head's temporaries."""
+        if not self.has_head:
+            return 0.0
+        tokens = self.tokens
+        if self.config.model.is_bert and not self.cuda:
+            tokens = math.ceil(tokens * self.config.data.mask_prob)
+        chunk = min(self.head_tokens, tokens)
+        logits = chunk * self.rows * 4
+        before = (
+            min(logits // 2, (tokens - chunk) * self.rows * 4) if self.e < 4 else 0
+        )  # the last chunk's, where there is more than one
+        gathered = self.whole if self.parts > 1 else 0
+        return (
+            logits
+            + chunk * self.rows * self.e * (self.e < 4)
+            + self.stream
+            + chunk * self.h * self.e
+            + before
+            + gathered
+        )
+
+    # the step
+
+    def plan(self) -> MemoryPlan:
+        """Return the memory of this rank."""
+        config, parallel, e, wide = self.config, self.config.parallel, self.e, self.wide
+        stage, total, shard = parallel.zero_stage, self.num_params, self.shard
+        sharded, of_layer, (embedding, head) = stage > 0, sum(self.layer), self.ends
+        updated = shard if sharded else total
+        largest = max(of_layer, embedding, head)
+        buffers = 0.0
+        if stage == 3 and self.replicas > 1:
+            buffers = (
+                total if parallel.zero3_gather_once else (2 + parallel.zero3_keep_units) * of_layer + embedding + head
+            )
+        on_device = not (self.cuda and parallel.offload_optimizer)
+        states = 2 if config.optimizer.optimizer == "adam" else 1
+        master = updated * wide if e == 2 else 0.0
+        data = (
+            self.count
+            * config.batch.micro_batch_size
+            * (config.model.seq_length or 0)
+            * (20 + 8 * config.model.is_bert)
+        )
+        stays = [
+            Line("parameters", round((shard if stage == 3 else total) * e)), Line("buffers for whole parameters", round(buffers * e)),
+            Line("master weights", round(master * on_device)), Line("optimizer state", round(states * updated * wide * on_device)),
+            Line("micro-batches", data), Line("tables of the forward pass", self._tables()),
+        ]  # fmt: skip
+        one = largest if self.replicas > 1 else 0.0
+        under_way = one * wide * (0.0 if self.cuda else 1.0) * sharded
+        after = total if stage == 0 else shard
+        first = embedding if not config.model.untie_embeddings_and_output_weights else head
+        forward, backward, remade = self.inside
+        moments, host = list[Moment](), 0.0
+        for alive, waiting, accumulated in self.states:
+            kept = alive * self.each
+            if config.kernels.offload_activations:
+                here = max(0.0, alive - 1) * self.each
+                host = max(host, here)
+                kept = 2 * self.each if self.cuda else kept
+            kept += waiting * self.put_off
+            before = (
+                (total if stage < 2 else shard + 2 * one) if accumulated else 0.0
+            )  # gradients of earlier micro-batches
+            last = max(before, first + of_layer if stage < 2 or self.replicas == 1 else 2 * one)
+            moments += [
+                self._moment("forward", "layer", before, kept, forward),
+                self._moment("forward", "head", max(before, first), kept, self.head),
+                self._moment("backward", "last layer", last, kept + self.stream * self.has_head, backward + remade, under_way),
+            ]  # fmt: skip
+        end = total if stage == 0 or self.replicas == 1 else shard + 2 * one
+        others = max(alive for alive, _, _ in self.states) - len(self.layers) if self.pp > 1 else 0.0
+        moments += [
+            self._moment("backward", "first layer", end, self.each * (1 + max(0.0, others)), backward + remade, under_way),
+            self._moment("update", "optimizer", after, 0.0, 0.0),
+        ]  # fmt: skip
+        moved = (updated * (wide * (2 + states) + (e if e == 2 else 0))) if not on_device else 0.0
+        if not self.cuda and host:
+            stays.append(Line("activations' copies in host memory", round(host)))
+        return MemoryPlan(tuple(stays), tuple(moments), round(host), round(moved))
+
+    def _moment(
+        self, phase: Any, name: str, gradients: float, kept: float, inside: float, under_way: float = 0.0
+    ) -> Moment:
+        return Moment(phase, name, (
+            Line("gradients, whole", round(gradients * self.wide)), Line("gradients, beside them in reductions", round(under_way)),
+            Line("activations that layers save", round(kept)), Line("activations inside a layer", round(inside)),
+        ))  # fmt: skip
+
+    def _tables(self) -> int:
+        model, length = self.config.model, self.all_tokens // self.config.batch.micro_batch_size
+        rotary = length * model.rotary_dim * max(4, self.wide) if model.position_embedding_type == "rope" else 0
+        return 8 * length + rotary
+
+
+def rough_ranks(config: Config, world_size: int, device: Device) -> list[RoughRank]:
+    """Return the pipeline ranks of a configuration; without a pipeline the one."""
+    return [RoughRank(config, world_size, device, rank) for rank in range(config.parallel.pipeline_model_parallel_size)]
+
+
+def rough_memory(config: Config, world_size: int, device: Device) -> MemoryPlan:
+    """Return the memory of the rank that holds most."""
+    pp = config.parallel.pipeline_model_parallel_size
+    ranks = range(pp) if pp < 3 else (0, 1, pp - 1)
+    return max((RoughRank(config, world_size, device, rank).plan() for rank in ranks), key=lambda plan: plan.peak)

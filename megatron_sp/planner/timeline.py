@@ -1,0 +1,445 @@
+"""Time of a step, by replaying what a rank did in it: operators, collectives, and where it waited for them.
+
+    product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not full or the
+                 inner dimension is short
+    attention    FLOPs of the pairs that the mask leaves, at the kernel's own rate; lower for narrow heads and short sequences
+    the rest     bytes / memory rate
+
+Collectives of a link come one after another. One that is waited for before it has ended exposes what is left of it; the
+rest was hidden under what ran meanwhile, and slows that down by the share of its multiprocessors that NCCL takes. With
+--nccl-sp-ctas and --nccl-dp-ctas it takes no more than those, and moves no more than their share of what a link carries.
+
+Python runs ahead of a GPU, so a step takes as long as the slower of the two. Its time does not depend on the size of
+anything: ``host_ms`` for each layer of a micro-batch, as much again for embedding, head and update together, a third of it for a
+forward pass that is repeated, and ``_EXCHANGE`` of it for each of Ulysses' exchanges. Steps that can be captured (--cuda-graphs) are
+launched without Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_sp.config.rules_graphs import obstacles
+from megatron_sp.config.schema import Config
+from megatron_sp.planner.hardware import Gpu
+from megatron_sp.planner.machine import Machine
+
+_TILES = (
+    (128, 256, 1.0),
+    (128, 128, 0.88),
+    (64, 128, 0.7),
+)  # tiles of a product's kernels, and the share of the rate that they reach
+_SHORT_INNER = 96  # inner dimension at which half of the rate is lost to a tile's start and end
+_SHORT_SEQUENCE = 256  # sequence at which attention loses half of its rate
+_NARROW, _WIDE = 64, 128  # head widths
+_ELEMENTWISE = 0.85  # of the rate of a copy that other kernels reach
+_EXCHANGE = 0.043  # measured with 4, 8 and 16 exchanges in a layer: 0.26 ms each, where a layer without takes 6.0
+
+Key = tuple[str, str, str, int]  # of a collective: what it is about, operation, group, ranks
+
+
+class Product(NamedTuple):
+    """So many products of [m, k] and [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    number: int
+    element: int
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Time on a device."""
+        flops, moved = (
+            2.0 * self.m * self.n * self.k,
+            self.element * (self.m * self.k + self.k * self.n + self.m * self.n),
+        )
+        rate = gpu.matmul_tflops * 1e12 * _filled(gpu.units, self.m, self.n, self.number)
+        rate *= self.k / (self.k + _SHORT_INNER) if gpu.units else 1.0
+        return self.number * max(flops / rate, moved / (gpu.memory_gbs * 1e9)) + gpu.launch_us * 1e-6
+
+
+class Scores(NamedTuple):
+    """Attention of so many pairs of a query and a key, over all heads."""
+
+    pairs: float
+    width: int
+    length: int
+    is_backward: bool
+    is_older: bool  # FlashAttention 2, or torch's own flash kernel with dropout
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Time on a device."""
+        rate = gpu.attention_backward_tflops if self.is_backward else gpu.attention_forward_tflops
+        rate *= gpu.flash2_share if self.is_older else 1.0
+        share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - self.width) / (_WIDE - _NARROW)))
+        share *= self.length / (self.length + _SHORT_SEQUENCE) if gpu.units else 1.0
+        return (
+            4.0 * self.pairs * self.width * (2.5 if self.is_backward else 1) / (rate * 1e12 * share)
+            + gpu.launch_us * 1e-6
+        )
+
+
+class Moved(NamedTuple):
+    """Bytes that an elementwise kernel reads and writes."""
+
+    num_bytes: int
+    kind: str = ""  # activation or update, whose rates a CPU has measured
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Time on a device."""
+        rate = {"activation": gpu.activation_gbs, "update": gpu.update_gbs}.get(
+            self.kind, 0.0
+        ) or gpu.memory_gbs * _ELEMENTWISE
+        return self.num_bytes / (rate * 1e9) + (gpu.launch_us * 1e-6 if gpu.units else 0.0)
+
+
+Cost = Product | Scores | Moved
+
+
+def _filled(units: int, m: int, n: int, count: int = 1) -> float:
+    """Return the share of a device that a product's tiles keep busy, for the best of the usual tile sizes."""
+    if not units:
+        return 1.0
+    best = 0.0
+    for rows, columns, reached in _TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * count
+        waves = tiles / units
+        best = max(best, reached * waves / math.ceil(waves) * (m * n * count / (tiles * rows * columns)))
+    return best
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts; torch's own function for all kinds of trees takes far longer."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for one in x:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple | dict):
+            found += tensors_of(one)
+    return found
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; what is repeated counts once."""
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
+
+
+def cost_of(func: Any, args: Any, kwargs: Any, result: Any, is_older: bool, kind: str) -> Cost | None:
+    """Return the cost of an operator; None: it only makes room. ``is_older``: of attention, ``kind``: of bytes."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        a, b = args[1:3] if "add" in name else args[:2]
+        return Product(a.shape[-2], b.shape[-1], a.shape[-1], a.shape[0] if a.dim() == 3 else 1, a.element_size())
+    if name == "_grouped_mm":
+        a, b = args[:2]
+        return Product(a.shape[0], b.shape[-1], a.shape[1], 1, a.element_size())
+    if "attention" in name and "query" in (
+        given := dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+    ):
+        return _scores(name, given, is_older)
+    if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "record_stream", "_pin_memory"):
+        return None
+    operands = tensors_of((args, kwargs))
+    written = [
+        value
+        for arg, value in zip(func._schema.arguments, args, strict=False)
+        if arg.alias_info and arg.alias_info.is_write
+    ]
+    if name in ("copy_", "_foreach_copy_", "zero_", "fill_"):  # what is there is not read
+        return Moved(size_of(operands), kind)
+    return Moved(size_of(operands) + size_of(tensors_of(written or result)), kind)
+
+
+def _scores(name: str, given: dict[str, Any], is_older: bool) -> Scores:
+    q, k = given["query"], given["key"]
+    if name.startswith("_scaled_dot"):  # [b, n, s, d]
+        queries, keys = q.shape[2], k.shape[2]
+    else:  # [b, s, n, d], or rows of several sequences [t, n, d]
+        queries, keys = q.shape[-3], k.shape[-3]
+        if q.dim() == 3:
+            queries, keys = (given.get(side) or length for side, length in (("max_q", queries), ("max_k", keys)))
+    window = given.get("window_size_left")
+    seen = float(keys) if window is None or window < 0 else min(float(window + 1), keys)
+    if given.get("is_causal"):
+        seen -= (
+            min(seen, queries) ** 2
+            / (2 * max(queries, 1))
+            * (1.0 if window is None or window < 0 else seen / max(min(seen, queries), 1))
+        )
+    return Scores(q.numel() / q.shape[-1] * seen, q.shape[-1], queries, "backward" in name, is_older)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Collectives of one kind in one step.
+
+    Attributes:
+        kind: description of the data.
+        op: collective operation.
+        group: name of the group.
+        ranks: size of the group.
+        number: number of collectives.
+        num_bytes: total bytes sent by one rank, in rings.
+        can_hide: number of these bytes that are on their way while something is computed.
+        under: what that mostly is; "" if there is nothing.
+    """
+
+    kind: str
+    op: str
+    group: str
+    ranks: int
+    number: int
+    num_bytes: int
+    can_hide: int = 0
+    under: str = ""
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """All collectives of a step, for the rank that sends most."""
+
+    flows: tuple[Flow, ...]
+
+    @property
+    def number(self) -> int:
+        """Number of collectives in a step."""
+        return sum(flow.number for flow in self.flows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a rank sends in a step."""
+        return sum(flow.num_bytes for flow in self.flows)
+
+    @property
+    def can_hide(self) -> int:
+        """Bytes of a step that can be sent under computation."""
+        return sum(flow.can_hide for flow in self.flows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plan for ``--dry-run json``."""
+        totals = {"number": self.number, "num_bytes": self.num_bytes, "can_hide": self.can_hide}
+        return {**totals, "flows": [asdict(flow) for flow in self.flows]}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of communication of a step: the link's name, its time without overlap, and the part that is hidden under computation."""
+
+    flow: Flow
+    link: str
+    seconds: float
+    hidden: float
+
+    @property
+    def exposed(self) -> float:
+        """Time that is not hidden under computation."""
+        return self.seconds - self.hidden
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of one step on one rank in seconds, by cause.
+
+    Attributes:
+        products, attention, memory: computation, recomputation included.
+        recompute: part of these that is recomputation.
+        update: gradient norm and optimizer.
+        python: time that Python takes to launch all of it.
+        overlap: slowdown of computation by communication that it hides.
+        copies: exposed copies of activations to host memory and back.
+        exchanges: communication by kind.
+        bubble: time that a pipeline's busiest rank waits for others.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    recompute: float
+    update: float
+    python: float
+    overlap: float
+    copies: float
+    exchanges: tuple[Exchange, ...]
+    bubble: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Time of all exchanges that is not hidden."""
+        return sum(exchange.exposed for exchange in self.exchanges)
+
+    @property
+    def host(self) -> float:
+        """Time that the GPU waits for Python."""
+        return max(0.0, self.python - self._of_gpu)
+
+    @property
+    def _of_gpu(self) -> float:
+        computed = self.products + self.attention + self.memory + self.update
+        return computed + self.overlap + self.copies + self.exposed
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        return self._of_gpu + self.host + self.bubble
+
+    @property
+    def bound(self) -> str:
+        """Text with the cause that takes most of the time."""
+        parts = {
+            "matrix products": self.products, "attention": self.attention, "memory bandwidth": self.memory + self.update,
+            "Python and launches": self.host, "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
+            "bubble of the pipeline": self.bubble,
+        }  # fmt: skip
+        name = max(parts, key=lambda part: parts[part])
+        if name == "communication":
+            worst = max(self.exchanges, key=lambda exchange: exchange.exposed)
+            name = f"{worst.link}: {worst.flow.kind}"
+        return f"{name} {parts[name] if name in parts else self.exposed + self.overlap:.3g} s"
+
+
+class Event(NamedTuple):
+    """One step of a rank: an operator with its cost, or the start of a collective or the wait for it, by its number."""
+
+    cost: Cost | None
+    call: int = -1
+    is_wait: bool = False
+    is_weight: bool = False  # a product for the gradient of a weight
+
+
+class Replay:
+    """The clock of a rank on a machine; ``of`` goes on where the last call has ended.
+
+    Args:
+        machine: None: one without links and any time, of which it is known what can hide.
+        tp, sp: sizes of the axes.
+    """
+
+    def __init__(self, config: Config, machine: Machine | None) -> None:
+        self._config, self._machine, self._parallel = config, machine, config.parallel
+        self._now, self._free = 0.0, dict[bool, float]()
+        self._computed = dict.fromkeys(("products", "attention", "other kernels"), 0.0)
+        self._under_way = dict[int, tuple[float, dict[str, float]]]()  # end, computed before
+
+    def start(self, pending: Iterable[int], calls: dict[int, tuple[Key, int]]) -> None:
+        """Begin a step with collectives of the one before under way."""
+        for call in pending:
+            (_, op, group, ranks), num_bytes = calls[call]
+            self._send(call, op, group, ranks, num_bytes)
+
+    def _send(self, call: int, op: str, group: str, ranks: int, num_bytes: int) -> float:
+        crosses = self._machine is not None and self._machine.crosses(group, ranks, *self._sizes)
+        taken = self._seconds(op, group, ranks, num_bytes)
+        end = max(self._now, self._free.get(crosses, 0.0)) + taken
+        self._free[crosses] = end
+        self._under_way[call] = (end, dict(self._computed))
+        return taken
+
+    def of(self, events: Sequence[Event], calls: dict[int, tuple[Key, int]], is_update: bool) -> Counter[Any]:
+        """Return the seconds of a stretch of a step by cause, and the bytes that can hide by (key, under what)."""
+        found: Any = Counter()
+        machine = self._machine
+        gpu = machine.gpu if machine is not None else _SOME_GPU
+        for cost, call, is_wait, is_weight in events:
+            if cost is not None:
+                seconds = cost.seconds(gpu) / (1.0 if is_update else gpu.sustained)
+                part = "update" if is_update else _PARTS[type(cost)]
+                found[part] += seconds
+                found["weights"] += seconds if is_weight else 0.0
+                self._now += seconds
+                self._computed[_UNDER[type(cost)]] += seconds
+            elif not is_wait:
+                (_, op, group, ranks), num_bytes = calls[call]
+                found["time", calls[call][0]] += self._send(call, op, group, ranks, num_bytes)
+            elif call in self._under_way:
+                end, before = self._under_way.pop(call)
+                key, num_bytes = calls[call]
+                meanwhile = {name: seconds - before[name] for name, seconds in self._computed.items()}
+                if any(meanwhile.values()):
+                    found["hides", key, max(meanwhile, key=lambda name: meanwhile[name])] += num_bytes
+                found["exposed", key] += max(0.0, end - self._now)
+                self._now = max(self._now, end)
+        return found
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._parallel.tensor_model_parallel_size, self._parallel.sequence_parallel_size
+
+    def _seconds(self, op: str, group: str, ranks: int, num_bytes: int) -> float:
+        machine = self._machine
+        if machine is None:
+            return 0.0
+        tp, sp = self._sizes
+        seconds = machine.seconds(op, group, ranks, tp, 1, num_bytes, sp)
+        share = share_of_units(self._config, machine, group)
+        return max(seconds, num_bytes / (share * machine.inside.gbs * 1e9)) if share < 1 else seconds
+
+
+_SOME_GPU = Gpu("", 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0, "", "")
+_PARTS: dict[type, str] = {Product: "products", Scores: "attention", Moved: "memory"}
+_UNDER: dict[type, str] = {Product: "products", Scores: "attention", Moved: "other kernels"}
+
+
+def share_of_units(config: Config, machine: Machine, group: str) -> float:
+    """Return the multiprocessors that a collective takes, of those that NCCL takes by itself, as a share."""
+    gpu, parallel = machine.gpu, config.parallel
+    most = parallel.nccl_sp_ctas if group in ("sp", "cp") else parallel.nccl_dp_ctas if group.startswith("dp") else None
+    return 1.0 if most is None or not gpu.units else min(1.0, most / (gpu.overlap_cost * gpu.units))
+
+
+def flows_of(sent: dict[Key, tuple[float, float]], spent: Counter[Any]) -> tuple[Flow, ...]:
+    """Return collectives by kind, the largest first; ``sent``: number and bytes, ``spent``: sums of what ``Replay.of`` has returned."""
+    found = []
+    for key, (number, num_bytes) in sent.items():
+        hides = {entry[2]: amount for entry, amount in spent.items() if entry[0] == "hides" and entry[1] == key}
+        under = max(hides, key=lambda name: hides[name]) if hides else ""
+        found.append(
+            Flow(*key, round(number), round(num_bytes), min(round(num_bytes), round(sum(hides.values()))), under)
+        )
+    return tuple(sorted(found, key=lambda flow: -flow.num_bytes))
+
+
+def assemble(
+    config: Config, machine: Machine, spent: Counter[Any], flows: Sequence[Flow], *, layers: int, count: int, again: float,
+    host_bytes: float, forward: float, backward: float, recomputed: float, bubble: float = 0.0,
+) -> StepTime:  # fmt: skip
+    """Return the time of a step.
+
+    Args:
+        spent: as for ``flows_of``.
+        layers, count: layers of the rank, and micro-batches.
+        again: share of the layers' forward passes that are repeated.
+        host_bytes: of activations that a micro-batch copies to the host, and back.
+        forward, backward: seconds of computation of all micro-batches.
+        recomputed, bubble: see ``StepTime``.
+    """
+    gpu, (tp, sp) = machine.gpu, (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size)
+    exchanges = []
+    for flow in flows:
+        key = (flow.kind, flow.op, flow.group, flow.ranks)
+        seconds = spent["time", key]
+        link, hidden = machine.link_of(flow.group, flow.ranks, tp, sp).name, max(0.0, seconds - spent["exposed", key])
+        exchanges.append(Exchange(flow, link, seconds, hidden))
+    slowed = sum(e.hidden * gpu.overlap_cost * share_of_units(config, machine, e.flow.group) for e in exchanges)
+    is_captured = config.kernels.cuda_graphs != "off" and not obstacles(config)
+    of_sp = sum(flow.number for flow in flows if flow.group == "sp" and flow.op == "all_to_all") / (
+        max(1, layers) * count
+    )
+    python = 0.0 if is_captured else 1e-3 * gpu.host_ms * count * (layers * (1 + again / 3 + _EXCHANGE * of_sp) + 1)
+    copied = host_bytes / (gpu.host_gbs * 1e9) * count
+    copies = max(0.0, copied - forward) + max(0.0, copied - backward)
+    return StepTime(
+        spent["products"], spent["attention"], spent["memory"], recomputed, spent["update"], python, slowed, copies,
+        tuple(exchanges), bubble,
+    )  # fmt: skip
