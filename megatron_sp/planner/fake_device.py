@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -45,10 +46,20 @@ _HELPERS = (
     *(f"{_PACKAGE}{file}" for file in ("ops/allocator.py", "comm/collectives.py", "comm/nobody.py")),
 )  # a place is where they are called
 _HOST_BYTES = 2**20  # the host's memory has contents up to this size
-_FLASH_BACKWARD = {
-    "_scaled_dot_product_flash_attention_backward": (1, 2),
-    "_flash_attention_backward": (1, 2),
-}  # query, key
+_FLASH_BACKWARD = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What is known of one of torch's operators."""
+
+    name: str
+    arguments: tuple[str, ...]
+    writes: tuple[int, ...]  # arguments that it changes
+    is_view: bool
+    is_in_place: bool  # changes its first operand, returns it and leaves its shape
+    makes_new: bool  # has new tensors as results, which share nothing with its operands
+    stand_in: Callable[[FakeDevice, Any, Any, Any], Any] | None
 
 
 class FakeDevice(TorchDispatchMode):
@@ -84,7 +95,6 @@ class FakeDevice(TorchDispatchMode):
         self._seen: dict[int, tuple[int, int]] = {}  # bytes and place of storages
         self._on_host: set[int] = set()
         self._results: dict[Any, tuple[bool, list[Any]]] = {}
-        self._makes_new: dict[Any, bool] = {}
         self._inside = False  # an operator, of which some are torch's own Python
         self._kinds: dict[int, tuple[str, bool]] = {}  # of costs, by place
         self.older_attention, self.keeps_time = False, False
@@ -122,14 +132,12 @@ class FakeDevice(TorchDispatchMode):
                 found[name] += size
         return found
 
-    def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
+    def _note(self, tensor: Tensor, place: int) -> None:
+        """Take note of a new storage on the device."""
         if self.kind == "cuda" and not tensor.is_meta:
             return
-        place = self._place()
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
         self._seen[key] = size, place
         self._change(size, place)
         weakref.finalize(storage, self._gone, key).atexit = False
@@ -168,8 +176,7 @@ class FakeDevice(TorchDispatchMode):
             torch.device("cpu") if self._on_host and tensor.untyped_storage()._cdata in self._on_host else self.device
         )
 
-    def _is_of_host(self, args: Any) -> bool:
-        tensors = tensors_of(args)
+    def _is_of_host(self, tensors: list[Tensor]) -> bool:
         return bool(tensors) and all(not x.is_meta or x.untyped_storage()._cdata in self._on_host for x in tensors)
 
     def is_here(self, device: str | torch.device) -> bool:
@@ -191,64 +198,62 @@ class FakeDevice(TorchDispatchMode):
             self._inside = before
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if (device := kwargs.get("device")) is not None:
-            if self.is_here(device):
-                kwargs = {**kwargs, "device": _META}
-            elif torch.device(device).type == "cpu" and func is torch.ops.aten._to_copy.default and args[0].is_meta:
-                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        name = func._schema.name.removeprefix("aten::")
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
+        operator = _OPERATORS.get(func) or _operator(func)
+        name, tensors = operator.name, tensors_of((args, kwargs)) if kwargs else tensors_of(args)
+        if kwargs:
+            if (device := kwargs.get("device")) is not None:
+                if self.is_here(device):
+                    kwargs = {**kwargs, "device": _META}
+                elif name == "_to_copy" and torch.device(device).type == "cpu" and args[0].is_meta:
+                    return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
         if name == "empty" and self.kind == "cuda" and kwargs.get("device") != _META:
             dtype = kwargs.get("dtype") or torch.float32
             if torch.Size(args[0]).numel() * dtype.itemsize > _HOST_BYTES:
                 return self._of_host(torch.empty(args[0], dtype=dtype, device=_META))
-        if special := _SPECIAL.get(name):
-            result = special(self, func, args, kwargs)
-        elif (func in _IN_PLACE or (func not in _KNOWN and _is_in_place(func))) and args[0].is_meta:
+        copies = name in ("copy_", "_to_copy")
+        if operator.stand_in:
+            result = operator.stand_in(self, func, args, kwargs)
+        elif operator.is_in_place and args[0].is_meta:
             result = args[0]  # nothing is allocated, and no shape changes
         elif func._overloadname == "dtype_out":
             result = kwargs["out"]  # torch 2.11 fails to check it without contents
+        elif not any(x.is_meta for x in tensors):
+            result = func(*args, **kwargs)
         else:
-            tensors = tensors_of((args, kwargs))
-            if (
-                any(x.is_meta for x in tensors)
-                and any(not x.is_meta for x in tensors)
-                and name not in ("copy_", "_to_copy")
-            ):
-                args, kwargs = tree_map(
-                    lambda x: x.to(_META) if isinstance(x, Tensor) and not x.is_meta else x, (args, kwargs)
-                )
-            result = self._result(func, args, kwargs) if tensors and tensors[0].is_meta else func(*args, **kwargs)
-        if self._on_host and name not in ("copy_", "_to_copy") and self._is_of_host(args):
+            if not copies and not all(x.is_meta for x in tensors):
+                move = lambda x: x.to(_META) if isinstance(x, Tensor) and not x.is_meta else x
+                args, kwargs = tree_map(move, (args, kwargs))
+            is_new = operator.makes_new and tensors[0].is_meta
+            result = self._remembered(func, args, kwargs, tensors) if is_new else func(*args, **kwargs)
+        if self._on_host and not copies and self._is_of_host(tensors_of(args)):
             return tree_map(lambda x: self._of_host(x) if isinstance(x, Tensor) and x.is_meta else x, result)
-        if not func.is_view:
+        if not operator.is_view:
             self.launches += 1
-            made = tensors_of(result)
+            made, place = tensors_of(result), -1
             for x in made:
-                self._note(x)
+                if x.untyped_storage()._cdata not in self._seen:
+                    place = self._place() if place < 0 else place
+                    self._note(x, place)
             if self.keeps_time and any(x.is_meta for x in (made or tensors_of(args))):
-                self._count(func, args, kwargs, result)
+                self._count(operator, args, kwargs, result, self._place() if place < 0 else place)
         if name in _FLASH_BACKWARD and self.kind == "cuda":
-            self._borrow(*(args[i] for i in _FLASH_BACKWARD[name]))
+            self._borrow(*args[1:3])
         return result
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _count(self, operator: Operator, args: Any, kwargs: Any, result: Any, place: int) -> None:
         """Add an operator to the events."""
-        kind, is_weight, place = "", False, self._place()
-        if place in self._kinds:
-            kind, is_weight = self._kinds[place]
-        else:
+        if place not in self._kinds:
             file = next(name for name, number in self.places.items() if number == place)
-            kind = (
-                "activation"
-                if file.startswith("ops/activation")
-                else "update"
-                if file.startswith(("optim/optimizer", "ops/adamw"))
-                else ""
-            )
-            self._kinds[place] = kind, is_weight = kind, file.startswith("ops/main_grad")
-        if (cost := cost_of(func, args, kwargs, result, self.older_attention, kind)) is not None:
+            is_update = file.startswith(("optim/optimizer", "ops/adamw"))
+            kind = "activation" if file.startswith("ops/activation") else "update" if is_update else ""
+            self._kinds[place] = kind, file.startswith("ops/main_grad")
+        kind, is_weight = self._kinds[place]
+        cost = cost_of(
+            operator.name, operator.arguments, operator.writes, args, kwargs, result, self.older_attention, kind
+        )
+        if cost is not None:
             self.events.append(Event(cost, is_weight=is_weight))
 
     def launch(self, launched: Launch) -> None:
@@ -264,19 +269,13 @@ class FakeDevice(TorchDispatchMode):
         else:
             self.events.append(Event(Moved(size_of([*launched.reads, *launched.writes]))))
 
-    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operator, by memory if it only makes new tensors: torch's Python takes long to work out their shapes."""
-        if func not in self._makes_new:
-            schema = func._schema
-            self._makes_new[func] = all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
-        if not self._makes_new[func]:
-            return func(*args, **kwargs)
-        key = func, _key(args), _key(kwargs)
+    def _remembered(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Return the result of an operator that only makes new tensors; torch's Python takes long to work out their shapes."""
+        key = func, _key(args), _key(kwargs) if kwargs else ()
         known = self._results.get(key)
         if known is None:
             result = func(*args, **kwargs)
-            flat, known = tree_leaves(result), None
-            given = {x.untyped_storage()._cdata for x in tensors_of((args, kwargs))}
+            flat, given = tree_leaves(result), {x.untyped_storage()._cdata for x in tensors}
             own = all(isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in given for x in flat)
             if own and isinstance(result, Tensor | tuple):  # _unsafe_view is one that does not say that it is a view
                 self._results[key] = isinstance(result, Tensor), [(x.shape, x.stride(), x.dtype) for x in flat]
@@ -311,8 +310,8 @@ class FakeDevice(TorchDispatchMode):
             all_reduce(torch.empty(2 * groups.dp_size, dtype=torch.int64, device=_META), groups.world)
 
 
-_KNOWN, _IN_PLACE = set[Any](), set[Any]()  # operators that have been looked at, and those of them that work in place
-_RESHAPING = (
+_OPERATORS: dict[Any, Operator] = {}
+_RESHAPING = [
     "resize_",
     "set_",
     "t_",
@@ -323,27 +322,22 @@ _RESHAPING = (
     "detach_",
     "swapaxes_",
     "swapdims_",
-)
+]
 
 
-def _is_in_place(func: Any) -> bool:
-    """Return whether an operator changes its first operand and returns it; it is looked at once."""
-    _KNOWN.add(func)
+def _operator(func: Any) -> Operator:
+    """Look at an operator, once."""
     schema = func._schema
-    first = schema.arguments[0] if schema.arguments else None
-    name = schema.name.removeprefix("aten::")
-    writes = (
-        first is not None and first.alias_info is not None and first.alias_info.is_write and len(schema.returns) == 1
-    )
-    if (
-        writes
-        and name.endswith("_")
-        and name not in _RESHAPING
-        and str(schema.returns[0].type) == "Tensor"
-        and func.namespace == "aten"
-    ):
-        _IN_PLACE.add(func)
-    return func in _IN_PLACE
+    name, arguments = schema.name.removeprefix("aten::"), schema.arguments
+    writes = tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
+    is_in_place = (
+        func.namespace == "aten" and name.endswith("_") and name not in _RESHAPING
+        and 0 in writes and [str(one.type) for one in schema.returns] == ["Tensor"]
+    )  # fmt: skip
+    makes_new = all(one.alias_info is None for one in (*arguments, *schema.returns))
+    names = tuple(arg.name for arg in arguments)
+    found = Operator(name, names, writes, func.is_view, is_in_place, makes_new, _STAND_INS.get(name))
+    return _OPERATORS.setdefault(func, found)
 
 
 def _key(x: Any) -> Any:
@@ -400,7 +394,7 @@ def _rms_norm(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=_META)
 
 
-_SPECIAL: dict[str, Callable[[FakeDevice, Any, Any, Any], Any]] = {
+_STAND_INS: dict[str, Callable[[FakeDevice, Any, Any, Any], Any]] = {
     "_local_scalar_dense": _item, "copy_": _copy, "nonzero": _nonzero, "index": _index, "_fused_adamw_": _in_place,
     "_fused_sgd_": _in_place, "record_stream": _in_place, "_fused_rms_norm": _rms_norm, "is_pinned": lambda *_: False,
     "_pin_memory": lambda device, func, args, kwargs: args[0],

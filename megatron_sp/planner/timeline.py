@@ -136,30 +136,30 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
 
 
-def cost_of(func: Any, args: Any, kwargs: Any, result: Any, is_older: bool, kind: str) -> Cost | None:
-    """Return the cost of an operator; None: it only makes room. ``is_older``: of attention, ``kind``: of bytes."""
-    name = func._schema.name.removeprefix("aten::")
+def cost_of(
+    name: str, arguments: Sequence[str], writes: Sequence[int], args: Any, kwargs: Any, result: Any, is_older: bool, kind: str
+) -> Cost | None:  # fmt: skip
+    """Return the cost of an operator; None: it only makes room.
+
+    Args:
+        arguments, writes: names of its arguments, and numbers of those that it changes.
+        is_older: of attention, see ``Scores``.
+        kind: of bytes, see ``Moved``.
+    """
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         a, b = args[1:3] if "add" in name else args[:2]
         return Product(a.shape[-2], b.shape[-1], a.shape[-1], a.shape[0] if a.dim() == 3 else 1, a.element_size())
     if name == "_grouped_mm":
         a, b = args[:2]
         return Product(a.shape[0], b.shape[-1], a.shape[1], 1, a.element_size())
-    if "attention" in name and "query" in (
-        given := dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
-    ):
-        return _scores(name, given, is_older)
+    if "query" in arguments and "attention" in name:
+        return _scores(name, dict(zip(arguments, args, strict=False)) | kwargs, is_older)
     if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "record_stream", "_pin_memory"):
         return None
-    operands = tensors_of((args, kwargs))
-    written = [
-        value
-        for arg, value in zip(func._schema.arguments, args, strict=False)
-        if arg.alias_info and arg.alias_info.is_write
-    ]
-    if name in ("copy_", "_foreach_copy_", "zero_", "fill_"):  # what is there is not read
-        return Moved(size_of(operands), kind)
-    return Moved(size_of(operands) + size_of(tensors_of(written or result)), kind)
+    num_bytes = size_of(tensors_of((args, kwargs)))
+    if name not in ("copy_", "_foreach_copy_", "zero_", "fill_"):  # of which what is there is not read
+        num_bytes += size_of(tensors_of([args[i] for i in writes if i < len(args)] or result))
+    return Moved(num_bytes, kind)
 
 
 def _scores(name: str, given: dict[str, Any], is_older: bool) -> Scores:

@@ -57,7 +57,7 @@ def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_context_parallelism_sends_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--dry-run", "--world-size", "16", "--cp-size", "4", "--bf16")
+    flags = ("--dry-run", "--world-size", "16", "--cp-size", "4", "--bf16", "--seq-length", "64", "--num-layers", "2")
     text = says(capsys, *flags)
     for part in ("dp 4, cp 4,", "all_to_all between 4 (cp): keys and values, forward; 100% under ", "between 16 (dp x cp x sp): gradients"):
         assert part in text, f"{part!r} is missing in\n{text}"
@@ -68,13 +68,29 @@ def test_what_context_parallelism_sends_is_shown(capsys: pytest.CaptureFixture[s
 
 
 def test_sizes_that_a_run_would_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    said = says(capsys, "--dry-run", "--world-size", "16", "--bf16", "--cp-size", "4", "--cp-comm-type", "auto")
+    said = says(
+        capsys,
+        "--dry-run",
+        "--world-size",
+        "16",
+        "--bf16",
+        "--cp-size",
+        "4",
+        "--seq-length",
+        "64",
+        "--num-layers",
+        "2",
+        "--cp-comm-type",
+        "auto",
+    )
     assert "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp" in said
     assert "dp 4, cp 4," in said and "between 4 (cp)" in said
 
 
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads(says(capsys, "--dry-run", "json", "--world-size", "16", "--zero-stage", "2", "--device", "cpu"))
+    record = json.loads(
+        says(capsys, "--dry-run", "json", "--world-size", "16", "--zero-stage", "2", "--device", "cpu", "--seq-length", "64")
+    )
     assert record["layout"] == {"pp": 1, "dp": 16, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "zero_stage": 2}
     assert record["device"] == "cpu" and record["micro_batches"] == 4 and record["world_size"] == 16
     memory, traffic = record["memory"], record["traffic"]
@@ -106,9 +122,10 @@ def test_it_says_what_its_host_would_refuse(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setattr(dry_run, "host_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(dry_run, "swap_bytes", lambda: 0)
     refused = "this host would refuse to start all of it: "
-    assert refused in says(capsys, "--dry-run", "--device", "cpu")
+    small = ("--dry-run", "--seq-length", "64", "--num-layers", "2")
+    assert refused in says(capsys, *small, "--device", "cpu")
     for more in (["--device", "cuda"], ["--device", "cpu", "--allow-oom"]):
-        assert refused not in says(capsys, "--dry-run", *more)
+        assert refused not in says(capsys, *small, *more)
 
 
 def test_where_a_step_cannot_be_tried_the_rough_form_answers_and_a_line_says_so(
@@ -197,7 +214,7 @@ def test_the_smallest_change_that_suffices_comes_first() -> None:
 def test_if_nothing_suffices_alone_all_together_are_tried() -> None:
     config = config_of()
     last = find_suggestions(config, 16, "cuda", available=GIB // 2)[-1]
-    assert last.flags == "--micro-batch-size 1 --recompute-granularity full --offload-activations --zero-stage 3 --mlp-chunks 4"
+    assert last.flags == "--recompute-granularity full --micro-batch-size 1 --offload-activations --zero-stage 3 --mlp-chunks 4"
     assert last.peak == plan_of(config_of(*last.flags.split()), 16, "cuda").peak
 
 
@@ -282,7 +299,7 @@ def test_ignored_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_copy_of_a_save_is_counted_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     """On CPUs among what stays, on GPUs in host memory; none with --no-async-save, or without saves before the end."""
-    saves = ("--save", "x", "--save-interval", "5", "--bf16", "--zero-stage", "1")
+    saves = ("--save", "x", "--save-interval", "5", "--bf16", "--zero-stage", "1", "--seq-length", "64", "--num-layers", "2")
     plan = plan_run(config_of(*saves, "--device", "cpu"), 16)
     each = plan.num_params * 14 / 16
     assert 0.99 * each < plan.copy_of_saves < 1.02 * each
