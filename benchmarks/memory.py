@@ -270,7 +270,7 @@ class Training:
 
         from megatron_sp.comm.groups import ParallelGroups
         from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
-        from megatron_sp.estimate.stages import layer_costs, layers_of_stages
+        from megatron_sp.estimate.layout import layer_costs, layers_of_stages
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.models.transformer import delayed_weights

@@ -11,8 +11,7 @@ import torch
 from first_light.records import NotThereError
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory_plan import MemoryPlan
-from megatron_sp.estimate.workspaces import VARIABLE, workspaces
+from megatron_sp.estimate.memory_plan import CUBLAS_VARIABLE, MemoryPlan, cublas_workspaces
 from megatron_sp.planner.calibrate import measure_machine
 from megatron_sp.planner.fake_run import step_time
 from megatron_sp.planner.hardware import GPUS, LINKS, Gpu
@@ -59,7 +58,7 @@ def machine_of(device: str, config: Config, gpus: int = 1) -> Machine:
 
 def with_workspaces(plan: MemoryPlan) -> MemoryPlan:
     """Return a plan of tensors with what cuBLAS works in on this GPU."""
-    line = workspaces(torch.cuda.get_device_capability(), os.environ.get(VARIABLE, ""))
+    line = cublas_workspaces(torch.cuda.get_device_capability(), os.environ.get(CUBLAS_VARIABLE, ""))
     return replace(plan, stays=(*plan.stays, line))
 
 

@@ -1,9 +1,10 @@
-"""FLOPs of a training step in closed form, in the two common conventions, and peak rates for MFU.
+"""Parameters of a model and FLOPs of a training step in closed form, and peak rates for MFU.
 
-*full* counts every attention score, *causal* only those that a causal mask needs (half of them, fewer in a sliding
-window), which is what a good kernel computes, and the fairer figure for long sequences. Both count matrix products
-only, 2 FLOP per multiply-add, the backward pass as twice the forward pass, and no recomputation (model FLOPs, as in
-PaLM, arXiv:2204.02311 appendix B). Of experts those count that a token has chosen, and the router.
+FLOPs are counted in the two common conventions: *full* counts every attention score, *causal* only those that a causal
+mask needs (half of them, fewer in a sliding window), which is what a good kernel computes, and the fairer figure for
+long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward pass as twice the forward pass,
+and no recomputation (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B). Of experts those count that a token has
+chosen, and the router.
 """
 
 from __future__ import annotations
@@ -13,42 +14,95 @@ from typing import TYPE_CHECKING
 
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.config.schema_run import PEAK_TFLOPS
+from megatron_sp.utils.format import format_count, format_parameters
 
 if TYPE_CHECKING:
     import torch
 
 _NAME_TO_PEAK = (
-    ("H100 PCIe", "h100-pcie-bf16"), ("H100", "h100-bf16"), ("H200", "h200-bf16"), ("H800", "h800-bf16"), ("A100", "a100-bf16"),
+    ("H100 PCIe", "h100-pcie-bf16"), ("H100", "h100-bf16"), ("H200", "h200-bf16"), ("H800", "h800-bf16"),
+    ("A100", "a100-bf16"),
     ("B200", "b200-bf16"), ("L40S", "l40s-bf16"), ("A10", "a10-bf16"), ("V100", "v100-fp16"), ("4090", "rtx4090-bf16"),
     ("MI300X", "mi300x-bf16"),
 )  # fmt: skip
 
 
+def count_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of the whole model, without rows that pad the vocabulary."""
+    return _count(model, model.num_experts or 0)
+
+
+def count_active_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters that a token uses: all but the experts that it does not choose."""
+    return _count(model, model.moe_router_topk)
+
+
+def describe_parameters(model: ModelConfig) -> str:
+    """Return the number of parameters in words, of a model with experts with those that a token uses."""
+    active = f", {format_count(count_active_parameters(model))} active" if model.has_experts else ""
+    return f"{format_parameters(count_parameters(model))} parameters{active}"
+
+
+def _count(model: ModelConfig, experts: int) -> int:
+    """Return the number of parameters with so many experts in each layer that has any."""
+    assert model.num_layers and model.hidden_size and model.num_attention_heads and model.vocab_size
+    h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
+    norms = 2 if model.normalization == "LayerNorm" else 1
+    rows = (n + 2 * g) * d
+    block = rows * h + h * n * d + 2 * norms * h + norms * sum(norm_widths(model))
+    block += rows * model.qkv_bias + h * model.proj_bias
+    has_table = model.position_embedding_type == "learned_absolute"
+    embedding = model.vocab_size * h + (model.max_positions * h if has_table else 0)
+    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
+    of_experts = len(model.expert_layers(model.num_layers))
+    mlps = (model.num_layers - of_experts) * mlp_parameters(model, model.ffn_size)
+    if of_experts:
+        shared = mlp_parameters(model, model.shared_expert_size) if model.shared_expert_size else 0
+        of_each = mlp_parameters(model, model.expert_ffn_size)
+        mlps += of_experts * ((model.num_experts or 0) * h + experts * of_each + shared)
+    return model.num_layers * block + mlps + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)
+
+
+def mlp_parameters(model: ModelConfig, width: int) -> int:
+    """Return the parameters of an MLP or an expert of this width."""
+    assert model.hidden_size
+    h, wide = model.hidden_size, width * (2 if model.is_gated else 1)
+    return wide * h + h * width + (wide + h) * model.mlp_bias
+
+
+def norm_widths(model: ModelConfig) -> tuple[int, ...]:
+    """Return the widths of the norms of queries and keys in a block."""
+    if not model.qk_layernorm:
+        return ()
+    assert model.num_attention_heads
+    queries, keys = (model.num_attention_heads, model.num_groups) if model.qk_layernorm_scope == "all" else (1, 1)
+    return queries * model.head_dim, keys * model.head_dim
+
+
+def _of_bert(model: ModelConfig, norms: int) -> int:
+    """Return a BERT's own parameters: token types, the LM head's dense layer, norm and bias, pooler and order head."""
+    assert model.hidden_size and model.vocab_size
+    h = model.hidden_size
+    masked = h * h + h + norms * h + model.vocab_size
+    return model.token_types * h + masked + (h * h + h + 2 * h + 2) * model.has_order_head
+
+
 def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
-    """Return forward FLOPs for one token of a full sequence: (all but attention scores, attention scores without a mask).
+    """Return forward FLOPs for one token of a full sequence: (all but attention scores, scores without a mask).
 
     ``head_share``: share of the tokens that the LM head processes: for BERT the masked ones.
     """
-    assert (
-        config.num_layers
-        and config.hidden_size
-        and config.num_attention_heads
-        and config.vocab_size
-        and config.seq_length
-    )
-    heads_width = config.num_attention_heads * config.head_dim
-    kv_width = config.num_groups * config.head_dim
-    qkv_and_proj = config.hidden_size * (heads_width + 2 * kv_width) + heads_width * config.hidden_size
-    dense = (
-        config.num_layers * qkv_and_proj + sum(mlp_sizes(config)) + head_share * config.hidden_size * config.vocab_size
-    )
-    dense += head_share * config.hidden_size**2 if config.is_bert else 0
-    scores = config.num_layers * 2 * config.seq_length * heads_width  # q k^T and probabilities times v
+    layers, h, s = config.num_layers, config.hidden_size, config.seq_length
+    assert layers and h and s and config.num_attention_heads and config.vocab_size
+    heads_width, kv_width = config.num_attention_heads * config.head_dim, config.num_groups * config.head_dim
+    dense: float = layers * h * (2 * heads_width + 2 * kv_width) + sum(mlp_sizes(config))
+    dense += head_share * h * (config.vocab_size + (h if config.is_bert else 0))
+    scores = layers * 2 * s * heads_width  # q k^T and probabilities times v
     return 2.0 * dense, 2.0 * scores
 
 
 def mlp_sizes(config: ModelConfig) -> list[int]:
-    """Return the multiply-adds of each layer's MLP for one token; of a layer with experts those of the router and of all that it takes."""
+    """Return the multiply-adds of each layer's MLP for one token; with experts of the router and of those it takes."""
     assert config.num_layers and config.hidden_size
     each = config.hidden_size * (3 if config.is_gated else 2)
     found = [each * config.ffn_size] * config.num_layers
@@ -59,7 +113,7 @@ def mlp_sizes(config: ModelConfig) -> list[int]:
 
 
 def layer_shares(config: ModelConfig) -> list[float]:
-    """Return the FLOPs of each layer in those of a layer on average, causal attention counted as it is computed; 1 if all are alike."""
+    """Return the FLOPs of each layer in those of a layer on average, with scores as the mask leaves them."""
     assert config.num_layers
     sizes = mlp_sizes(config)
     if len(set(sizes)) == 1:
@@ -85,7 +139,7 @@ def pairs_per_position(config: ModelConfig) -> float:
 
 
 def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
-    """Return (causal, full) FLOPs of forward and backward for one token; for BERT, which has no causal mask, both are the same."""
+    """Return (causal, full) FLOPs of forward and backward for one token; for BERT both are the same."""
     dense, scores = forward_flops_per_token(config, head_share)
     return 3.0 * (dense + scores * seen_share(config)), 3.0 * (dense + scores)
 
@@ -130,7 +184,7 @@ def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) ->
 
 
 def _measured_matmul_tflops(dtype: torch.dtype) -> float:
-    """Measure the TFLOP/s of matrix products of increasing size; stops at a small size where the CPU lacks instructions for ``dtype``."""
+    """Measure products of increasing size, up to a small one where the CPU lacks instructions for ``dtype``."""
     import torch
 
     rate = 0.0

@@ -1,19 +1,24 @@
-"""Memory plan of a rank as data: kinds of tensors, moments of a step, and the peak."""
+"""Memory plan of a rank as data: kinds of tensors, moments of a step, and the peak; and the workspaces of cuBLAS."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Device = Literal["cpu", "cuda"]
+Phase = Literal["forward", "backward", "update"]
 
-_MIB = 2**20
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_WORKSPACES = "workspaces of cuBLAS"
+_MIB, _KIB = 2**20, 1024
+_HANDLES = 2
+_HOPPER, _HOPPER_BYTES = (9, 0), 32 * _KIB**2
+_OTHER_BYTES = (2 * 4096 + 8 * 16) * _KIB  # ":4096:2:16:8"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One kind of tensor: its name and the bytes of all its tensors."""
 
     name: str
@@ -22,14 +27,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one moment of a step, in addition to the resident memory.
+    """Memory at one place of a phase, in addition to the resident memory."""
 
-    Attributes:
-        phase: forward, backward or update.
-        name: place within the phase.
-    """
-
-    phase: Literal["forward", "backward", "update"]
+    phase: Phase
     name: str
     lines: tuple[Line, ...]
 
@@ -41,22 +41,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank in bytes.
-
-    Attributes:
-        stays: resident memory, held for the whole run.
-        moments: the moments of a step that can be the peak.
-        host: bytes of offloaded activations in host memory (on a CPU also in ``stays``); from ``plan_of`` on a GPU also
-            of a save's copy.
-        optimizer_host: bytes of master weights, optimizer state and copies in a GPU's host memory (--offload-optimizer).
-        is_captured: steps are captured in graphs (--cuda-graphs), whose memory nothing else uses.
-    """
+    """Memory of one rank in bytes: what is held for the whole run, and the moments of a step that can be the peak."""
 
     stays: tuple[Line, ...]
     moments: tuple[Moment, ...]
-    host: int = 0
-    optimizer_host: int = 0
-    is_captured: bool = False
+    host: int = 0  # offloaded activations in host memory (on a CPU also in ``stays``); on a GPU also a save's copy
+    optimizer_host: int = 0  # master weights, optimizer state and copies in a GPU's host memory (--offload-optimizer)
+    is_captured: bool = False  # steps are captured in graphs (--cuda-graphs), whose memory nothing else uses
 
     @property
     def resident(self) -> int:
@@ -79,14 +70,15 @@ class MemoryPlan:
         return self.worst.num_bytes if self.is_captured else 0
 
     def peak_of(self, phase: str) -> int:
-        """Return the peak within a phase: forward, backward or update."""
+        """Return the peak within a phase."""
         return self.resident + max(m.num_bytes for m in self.moments if m.phase == phase)
 
     def text(self) -> str:
         """Return a table in MiB, one line per kind of tensor: the resident memory and that of the peak."""
-        rows = [("stays", self.stays), (f"at the peak: {self.worst.phase}, {self.worst.name}", self.worst.lines)]
         made = []
-        for title, lines in rows:
+        for title, lines in (
+            ("stays", self.stays), (f"at the peak: {self.worst.phase}, {self.worst.name}", self.worst.lines),
+        ):  # fmt: skip
             made.append(f"{title}: {sum(line.num_bytes for line in lines) / _MIB:.2f} MiB")
             made += [f"  {line.num_bytes / _MIB:10.2f}  {line.name}" for line in lines if line.num_bytes]
         if self.graphs:
@@ -94,22 +86,27 @@ class MemoryPlan:
         return "\n".join([*made, f"peak: {self.peak / _MIB:.2f} MiB"])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plan for ``--dry-run json``."""
+        """Return the plan for JSON."""
+        worst = {"phase": self.worst.phase, "name": self.worst.name, **dict(self.worst.lines)}
         return {
             "resident": self.resident, "peak": self.peak, "host": self.host, "optimizer_host": self.optimizer_host,
-            "graphs": self.graphs,
-            "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},
-            "stays": {line.name: line.num_bytes for line in self.stays},
-            "worst": {"phase": self.worst.phase, "name": self.worst.name, **{line.name: line.num_bytes for line in self.worst.lines}},
+            "graphs": self.graphs, "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},
+            "stays": dict(self.stays), "worst": worst,
         }  # fmt: skip
 
 
-def total(lines: Sequence[Line]) -> int:
-    """Return the bytes of all lines."""
-    return sum(line.num_bytes for line in lines)
+def cublas_workspaces(capability: tuple[int, int], setting: str = "") -> Line:
+    """Return the bytes of a process's workspaces, which torch allocates beside all tensors, and which stay.
 
+    There is one for each handle and stream (PyTorch: aten/src/ATen/cuda/CublasHandlePool.cpp ::
+    parseChosenWorkspaceSize). A handle belongs to a thread: the program has one and so has autograd, which runs the
+    backward pass, and both launch products on the compute stream. cublasLt works in the same memory.
 
-def merged(lines: Sequence[Line]) -> list[Line]:
-    """Merge lines of the same name."""
-    names = list(dict.fromkeys(line.name for line in lines))
-    return [Line(name, sum(line.num_bytes for line in lines if line.name == name)) for name in names]
+    Args:
+        capability: compute capability of the GPU.
+        setting: CUBLAS_WORKSPACE_CONFIG, which --deterministic-mode sets: pairs of KiB and a number, ":4096:8".
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", setting)
+    default = _HOPPER_BYTES if capability == _HOPPER else _OTHER_BYTES
+    each = sum(int(size) * int(count) for size, count in pairs) * _KIB if pairs else default
+    return Line(CUBLAS_WORKSPACES, _HANDLES * each)

@@ -1,9 +1,9 @@
-"""Choice of a pipeline's schedule (--pipeline-schedule auto), from numbers alone, so that every rank and every resume makes the same one.
+"""Choice of a pipeline's schedule (--pipeline-schedule auto) from numbers alone, the same on every rank and resume.
 
-The schedules that the flags leave are replayed with the FLOPs of their stages, and the shortest is taken of those that take at most a
-fifth more memory than the first one, 1F1B, or with several stages on a rank interleaved. A schedule that saves less than a
-hundredth is not worth what it complicates, so the simpler ones come first. Slices are tried if --pipeline-slices asks for them: they
-round otherwise than the rest, of which each has the bits of 1F1B.
+The schedules that the flags leave are replayed with the FLOPs of their stages, and the shortest is taken of those that
+take at most a fifth more memory than the first one, 1F1B, or with several stages on a rank interleaved. A schedule that
+saves less than a hundredth is not worth what it complicates, so the simpler ones come first. Slices are tried if
+--pipeline-slices asks for them: they round otherwise than the rest, of which each has the bits of 1F1B.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 from megatron_sp.config.rules_pipeline import pipeline_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.estimate.flops import head_in_layers, layer_shares
+from megatron_sp.estimate.layout import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.memory_plan import Device
 from megatron_sp.estimate.rough import rough_memory
-from megatron_sp.estimate.stages import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind
 from megatron_sp.parallel.pipeline_replay import replay
 
@@ -27,21 +27,15 @@ _KINDS: tuple[PipelineKind, ...] = ("1f1b", "zb1p", "interleaved", "zbv", "slice
 
 
 class Allowed(NamedTuple):
-    """A schedule that the flags allow.
-
-    Attributes:
-        kind: its name.
-        time: of a step, in the time of a layer's forward pass.
-        bubble: share of it in which ranks wait.
-    """
+    """A schedule that the flags allow."""
 
     kind: PipelineKind
-    time: float
-    bubble: float
+    time: float  # of a step, in the time of a layer's forward pass
+    bubble: float  # share of it in which ranks wait
 
 
 class Tried(NamedTuple):
-    """A schedule that was looked at: the same, and ``peak``, the bytes of the rank that holds most."""
+    """A schedule that was looked at, with the bytes of the rank that holds most."""
 
     kind: PipelineKind
     time: float
@@ -58,9 +52,8 @@ def costs_of_stages(
     """
     each, head, shares = layer_costs(model, kernels), head_in_layers(model), layer_shares(model)
     ends = list(accumulate(layers, initial=0))
-    found = [
-        Costs(*(sum(shares[start:stop]) * time / num_slices for time in each[:3])) for start, stop in pairwise(ends)
-    ]
+    sizes = [sum(shares[start:stop]) / num_slices for start, stop in pairwise(ends)]
+    found = [Costs(*(size * time for time in each[:3])) for size in sizes]
     found[-1] = found[-1]._replace(backward=found[-1].backward + 3 * head / num_slices)
     return found
 
@@ -97,12 +90,11 @@ def _with_kind(config: Config, kind: PipelineKind) -> Config:
 
 
 def _time_and_bubble(config: Config, num_micro_batches: int) -> tuple[float, float]:
-    """Return the time of a step and the share of it in which ranks wait: first rounds replayed, and those that are like them added."""
+    """Return the time of a step and the share of it in which ranks wait, by its first rounds; later ones are alike."""
     first_ones = enough_micro_batches(config.parallel, num_micro_batches)
     plan = pipeline_plan(config.model, config.kernels, config.parallel, first_ones)
-    costs = costs_of_stages(
-        config.model, config.kernels, layers_of_stages(config.model, config.parallel), plan.num_slices
-    )
+    layers = layers_of_stages(config.model, config.parallel)
+    costs = costs_of_stages(config.model, config.kernels, layers, plan.num_slices)
 
     def seconds(action: Action) -> float:
         return costs[action.stage].of(action.kind)

@@ -1,8 +1,8 @@
 """Memory of a rank by a rough form: to choose among many configurations, of which the best are then run.
 
 It knows what grows: parameters, gradients and optimizer state with ZeRO, what layers save for backward, and the largest
-temporaries. What the program really holds is told by running it without contents (``planner/fake_run.py``), which is not
-for thousands of layouts, nor for the start of a run; a test compares the two.
+temporaries. What the program really holds is told by running it without contents (``planner/fake_run.py``), which takes
+too long for thousands of layouts and for the start of a run; a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from functools import cached_property
 from typing import Any
 
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.flops import mlp_parameters, norm_widths
+from megatron_sp.estimate.layout import enough_micro_batches, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan, Moment
-from megatron_sp.estimate.parameters import mlp_parameters, norm_widths
-from megatron_sp.estimate.stages import enough_micro_batches, layers_of_stages, pipeline_plan
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.utils.numbers import round_up
 
-_CHUNK = {
-    "cpu": (52 * 2**20, 512),
-    "cuda": (512 * 2**20, 2**20),
-}  # bytes and tokens of logits, as in parallel/lm_head.py
+CERTAIN = 0.8
+"""Part of a peak by the rough form that is sure to be needed: by it nothing is refused that fits."""
+HOW_TO_START = "--allow-oom: start all the same"
+# bytes and tokens of logits, as in parallel/lm_head.py
+_CHUNK = {"cpu": (52 * 2**20, 512), "cuda": (512 * 2**20, 2**20)}
 
 
 class RoughRank:
-    """Sizes of one pipeline rank; of the ranks that share its layers that with most heads, and with even loads of experts.
+    """Sizes of one pipeline rank; of those that share its layers that with most heads, and with even loads of experts.
 
     Args:
         config: validated, with the vocabulary size.
@@ -37,24 +38,11 @@ class RoughRank:
     def __init__(self, config: Config, world_size: int, device: Device, rank: int = 0) -> None:
         self.config, self.cuda, self.rank = config, device == "cuda", rank
         model, parallel, kernels, batch = config.model, config.parallel, config.kernels, config.batch
-        assert (
-            model.num_layers
-            and model.hidden_size
-            and model.num_attention_heads
-            and model.seq_length
-            and model.vocab_size
-        )
-        self.tp, self.sp, self.cp = (
-            parallel.tensor_model_parallel_size,
-            parallel.sequence_parallel_size,
-            parallel.context_parallel_size,
-        )
-        self.pp, self.dp, self.h, self.d = (
-            parallel.pipeline_model_parallel_size,
-            parallel.dp_size(world_size),
-            model.hidden_size,
-            model.head_dim,
-        )
+        assert model.num_layers and model.hidden_size and model.num_attention_heads
+        assert model.seq_length and model.vocab_size
+        self.tp, self.sp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+        self.cp, self.pp = parallel.context_parallel_size, parallel.pipeline_model_parallel_size
+        self.dp, self.h, self.d = parallel.dp_size(world_size), model.hidden_size, model.head_dim
         self.parts = self.tp if parallel.sequence_parallel else 1  # that share the positions between the layers
         precision = config.precision
         self.e, self.wide = (2, 4) if precision.bf16 or precision.fp16 else (8, 8) if precision.fp64 else (4, 4)
@@ -65,9 +53,8 @@ class RoughRank:
         self.stream, self.whole = self.tokens // self.parts * self.h * self.e, self.tokens * self.h * self.e
         self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp
         most_bytes, most_tokens = _CHUNK[device]
-        self.head_tokens = kernels.lm_head_chunk_tokens or min(
-            most_tokens, max(128, most_bytes // (4 * self.rows) // 64 * 64)
-        )
+        fitting = max(128, most_bytes // (4 * self.rows) // 64 * 64)
+        self.head_tokens = kernels.lm_head_chunk_tokens or min(most_tokens, fitting)
         of_ranks = self.tp * self.sp
         self.queries, self.keys = -(-model.num_attention_heads // of_ranks), -(-model.num_groups // of_ranks)
         self.replicas = self.dp * self.cp * self.sp
@@ -80,7 +67,7 @@ class RoughRank:
         self.with_experts = sum(layer in which for layer in self.layers)
 
     def _deal(self) -> None:
-        """Set the layers of this rank, and what it holds in its passes: layers between F and B, between B and W, and whether gradients."""
+        """Set the layers of this rank, and its states: (layers between F and B, between B and W, has gradients)."""
         model, parallel = self.config.model, self.config.parallel
         plan = pipeline_plan(model, self.config.kernels, parallel, enough_micro_batches(parallel, self.count))
         of_stages, mine = layers_of_stages(model, parallel), plan.stages_of(self.rank)
@@ -103,21 +90,15 @@ class RoughRank:
 
     @cached_property
     def layer(self) -> tuple[float, float]:
-        """Parameters of a layer of this rank: all but experts, and its experts; of unlike layers those of one on average."""
+        """Parameters of a layer of this rank, (all but experts, its experts); of unlike layers the mean."""
         model, share = self.config.model, self.with_experts / max(1, len(self.layers))
         assert model.num_attention_heads
         norms = 2 if model.normalization == "LayerNorm" else 1
-        rows = (model.num_attention_heads // self.tp + 2 * max(1, model.num_groups // self.tp)) * self.d
-        dense: float = (
-            (rows + model.num_attention_heads // self.tp * self.d) * self.h
-            + 2 * norms * self.h
-            + norms * sum(norm_widths(model))
-        )
-        dense += (
-            rows * model.qkv_bias
-            + self.h * model.proj_bias
-            + (1 - share) * mlp_parameters(model, model.ffn_size) / self.tp
-        )
+        heads = model.num_attention_heads // self.tp
+        rows = (heads + 2 * max(1, model.num_groups // self.tp)) * self.d
+        dense: float = (rows + heads * self.d + 2 * norms) * self.h + norms * sum(norm_widths(model))
+        dense += rows * model.qkv_bias + self.h * model.proj_bias
+        dense += (1 - share) * mlp_parameters(model, model.ffn_size) / self.tp
         if not share:
             return dense, 0.0
         shared = mlp_parameters(model, model.shared_expert_size) / self.tp if model.shared_expert_size else 0
@@ -162,9 +143,8 @@ class RoughRank:
         inner = (1 - share) * self.tokens * model.ffn_size / self.tp * self.e
         if share:
             choices = self.tokens / self.parts * model.moe_router_topk * self.config.parallel.moe_worst_load
-            inner += (
-                share * (choices * model.expert_ffn_size + self.tokens * model.shared_expert_size / self.tp) * self.e
-            )
+            of_shared = self.tokens * model.shared_expert_size / self.tp
+            inner += share * (choices * model.expert_ffn_size + of_shared) * self.e
         return inner * gate, inner
 
     @cached_property
@@ -177,17 +157,14 @@ class RoughRank:
     def is_plain(self) -> bool:
         """True if attention writes all scores to memory."""
         model, backend = self.config.model, self.config.kernels.attention_backend
-        drops = model.attention_dropout > 0
-        return (
-            backend in ("unfused", "local") or (drops and (self.cp > 1 or not self.cuda)) or (self.cuda and self.e == 8)
-        )
+        drops = model.attention_dropout > 0 and (self.cp > 1 or not self.cuda)
+        return backend in ("unfused", "local") or drops or (self.cuda and self.e == 8)
 
     @cached_property
     def scores(self) -> float:
         """Bytes of one tensor of attention scores, where there is one."""
-        return (
-            self.is_plain * self.queries * self.all_tokens * (self.config.model.seq_length or 0) * self.wide / self.cp
-        )
+        length = self.config.model.seq_length or 0
+        return self.is_plain * self.queries * self.all_tokens * length * self.wide / self.cp
 
     @cached_property
     def saved(self) -> tuple[float, float]:
@@ -200,12 +177,9 @@ class RoughRank:
         selective = kernels.recompute_granularity == "selective"
         results = out + joined + (0 if selective else sums + 1.5 * self.scores)
         wide = 0.0 if kernels.mlp_chunks > 1 else self.mlp[0]
-        share = self.with_experts / max(1, len(self.layers))
-        if share and self.config.parallel.expert_model_parallel_size > 1:
-            rows = (
-                self.tokens / self.parts * min(model.moe_router_topk, self.config.parallel.expert_model_parallel_size)
-            )
-            wide += share * rows * self.h * self.e
+        share, ep = self.with_experts / max(1, len(self.layers)), self.config.parallel.expert_model_parallel_size
+        if share and ep > 1:
+            wide += share * self.tokens / self.parts * min(model.moe_router_topk, ep) * self.h * self.e
         kept = self.config.parallel.cp_keep_kv * (self.cp - 1) * 2 * self.keys * self.all_tokens * self.d * self.e
         whole = streams * self.stream + (0 if kernels.recompute_qkv else qkv) + results + wide + kept
         keeps = self.cp > 1 or not (self.is_plain or model.attention_dropout > 0)
@@ -229,28 +203,20 @@ class RoughRank:
     @cached_property
     def put_off(self) -> float:
         """Bytes of the operands of a layer's gradients of weights, between B and W."""
-        model, share, (qkv, out), (wide, inner) = (
-            self.config.model,
-            self.with_experts / max(1, len(self.layers)),
-            self.heads,
-            self.mlp,
-        )
-        rows = share * self.tokens / self.parts * model.moe_router_topk * 2 * self.h * self.e
-        return (2 + 2 * (1 - share)) * self.whole + qkv + out + wide + inner + rows
+        share = self.with_experts / max(1, len(self.layers))
+        rows = share * self.tokens / self.parts * self.config.model.moe_router_topk * 2 * self.h * self.e
+        return (2 + 2 * (1 - share)) * self.whole + sum(self.heads) + sum(self.mlp) + rows
 
     @cached_property
     def inside(self) -> tuple[float, float, float]:
-        """Bytes beside what is saved while the forward pass is in a layer, while backward is, and what one saves that is made again."""
+        """Bytes beside what is saved: (forward in a layer, backward in one, what one saves that is made again)."""
         model, kernels = self.config.model, self.config.kernels
         qkv, out = self.heads
         wide, inner = self.mlp
         pieces = max(1, kernels.mlp_chunks)
         again = kernels.recompute_granularity == "full"
-        group = (
-            min(kernels.recompute_num_layers or 1, max(1, len(self.layers)))
-            if kernels.recompute_method != "block"
-            else 1
-        )
+        by_groups = kernels.recompute_method != "block"
+        group = min(kernels.recompute_num_layers or 1, max(1, len(self.layers))) if by_groups else 1
         remade = (self.saved[0] * group) if again else 0.0
         triton = self.cuda and self.e != 8 and kernels.fused_kernels != "torch"
         gated = 0.0 if triton or not model.is_gated else inner
@@ -270,19 +236,11 @@ class RoughRank:
         if self.config.model.is_bert and not self.cuda:
             tokens = math.ceil(tokens * self.config.data.mask_prob)
         chunk = min(self.head_tokens, tokens)
-        logits = chunk * self.rows * 4
-        before = (
-            min(logits // 2, (tokens - chunk) * self.rows * 4) if self.e < 4 else 0
-        )  # the last chunk's, where there is more than one
-        gathered = self.whole if self.parts > 1 else 0
-        return (
-            logits
-            + chunk * self.rows * self.e * (self.e < 4)
-            + self.stream
-            + chunk * self.h * self.e
-            + before
-            + gathered
-        )
+        logits, gathered = chunk * self.rows * 4, self.whole if self.parts > 1 else 0
+        of_logits: float = logits
+        if self.e < 4:  # also in 16 bits, and what is left of the chunk before
+            of_logits += chunk * self.rows * self.e + min(logits // 2, (tokens - chunk) * self.rows * 4)
+        return of_logits + self.stream + chunk * self.h * self.e + gathered
 
     # the step
 
@@ -295,21 +253,18 @@ class RoughRank:
         largest = max(of_layer, embedding, head)
         buffers = 0.0
         if stage == 3 and self.replicas > 1:
-            buffers = (
-                total if parallel.zero3_gather_once else (2 + parallel.zero3_keep_units) * of_layer + embedding + head
-            )
+            units = (2 + parallel.zero3_keep_units) * of_layer + embedding + head
+            buffers = total if parallel.zero3_gather_once else units
         on_device = not (self.cuda and parallel.offload_optimizer)
         states = 2 if config.optimizer.optimizer == "adam" else 1
         master = updated * wide if e == 2 else 0.0
-        data = (
-            self.count
-            * config.batch.micro_batch_size
-            * (config.model.seq_length or 0)
-            * (20 + 8 * config.model.is_bert)
-        )
+        rows, length = self.count * config.batch.micro_batch_size, config.model.seq_length or 0
+        data = rows * length * (20 + 8 * config.model.is_bert)
         stays = [
-            Line("parameters", round((shard if stage == 3 else total) * e)), Line("buffers for whole parameters", round(buffers * e)),
-            Line("master weights", round(master * on_device)), Line("optimizer state", round(states * updated * wide * on_device)),
+            Line("parameters", round((shard if stage == 3 else total) * e)),
+            Line("buffers for whole parameters", round(buffers * e)),
+            Line("master weights", round(master * on_device)),
+            Line("optimizer state", round(states * updated * wide * on_device)),
             Line("micro-batches", data), Line("tables of the forward pass", self._tables()),
         ]  # fmt: skip
         one = largest if self.replicas > 1 else 0.0
@@ -325,19 +280,22 @@ class RoughRank:
                 host = max(host, here)
                 kept = 2 * self.each if self.cuda else kept
             kept += waiting * self.put_off
-            before = (
-                (total if stage < 2 else shard + 2 * one) if accumulated else 0.0
-            )  # gradients of earlier micro-batches
+            # gradients of earlier micro-batches
+            before = 0.0 if not accumulated else total if stage < 2 else shard + 2 * one
             last = max(before, first + of_layer if stage < 2 or self.replicas == 1 else 2 * one)
             moments += [
                 self._moment("forward", "layer", before, kept, forward),
                 self._moment("forward", "head", max(before, first), kept, self.head),
-                self._moment("backward", "last layer", last, kept + self.stream * self.has_head, backward + remade, under_way),
+                self._moment(
+                    "backward", "last layer", last, kept + self.stream * self.has_head, backward + remade, under_way
+                ),
             ]  # fmt: skip
         end = total if stage == 0 or self.replicas == 1 else shard + 2 * one
         others = max(alive for alive, _, _ in self.states) - len(self.layers) if self.pp > 1 else 0.0
         moments += [
-            self._moment("backward", "first layer", end, self.each * (1 + max(0.0, others)), backward + remade, under_way),
+            self._moment(
+                "backward", "first layer", end, self.each * (1 + max(0.0, others)), backward + remade, under_way
+            ),
             self._moment("update", "optimizer", after, 0.0, 0.0),
         ]  # fmt: skip
         moved = (updated * (wide * (2 + states) + (e if e == 2 else 0))) if not on_device else 0.0
@@ -349,7 +307,8 @@ class RoughRank:
         self, phase: Any, name: str, gradients: float, kept: float, inside: float, under_way: float = 0.0
     ) -> Moment:
         return Moment(phase, name, (
-            Line("gradients, whole", round(gradients * self.wide)), Line("gradients, beside them in reductions", round(under_way)),
+            Line("gradients, whole", round(gradients * self.wide)),
+            Line("gradients, beside them in reductions", round(under_way)),
             Line("activations that layers save", round(kept)), Line("activations inside a layer", round(inside)),
         ))  # fmt: skip
 
@@ -369,3 +328,46 @@ def rough_memory(config: Config, world_size: int, device: Device) -> MemoryPlan:
     pp = config.parallel.pipeline_model_parallel_size
     ranks = range(pp) if pp < 3 else (0, 1, pp - 1)
     return max((RoughRank(config, world_size, device, rank).plan() for rank in ranks), key=lambda plan: plan.peak)
+
+
+def copy_bytes(config: Config, world_size: int) -> int:
+    """Return the bytes of host memory for the copy of a background save, on the rank that writes most; 0 without one.
+
+    A rank writes the part of a checkpoint of which it has no replica: of 16-bit weights 2 + 4 (master) + 4 + 4 (Adam)
+    bytes a parameter, of fp32 weights 12. From ZeRO stage 1 on that is its shard; at stage 0 whole tensors are
+    distributed over the replicas, so it is at least the largest tensor.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or not checkpoint.save_interval or not checkpoint.async_save or config.batch.skip_train:
+        return 0
+    rank = max(rough_ranks(config, world_size, "cpu"), key=lambda rank: rank.num_params)
+    with_state, is_16_bit = not checkpoint.no_save_optim, rank.e == 2
+    state = with_state * rank.wide * (2 if config.optimizer.optimizer == "adam" else 1)
+    each = rank.e + state + with_state * rank.wide * is_16_bit
+    vocab = config.model.vocab_size or 0
+    padding = max(0, rank.rows - vocab) * rank.h * (1 + config.model.untie_embeddings_and_output_weights)
+    share = math.ceil((rank.shard - padding / rank.replicas) * each)  # rows that pad the vocabulary are not saved
+    if config.parallel.zero_stage > 0 or rank.replicas == 1:
+        return share
+    return max(share, min(rank.rows, vocab) * rank.h * max(rank.e, rank.wide if with_state else 0))
+
+
+def host_need(config: Config, world_size: int) -> float:
+    """Return the bytes of a host that a rank certainly needs, the mean over a pipeline's ranks; saves need no copy."""
+    plans = [rank.plan() for rank in rough_ranks(config, world_size, "cpu")]
+    return sum(max(plan.resident, CERTAIN * plan.peak) for plan in plans) / len(plans)
+
+
+def order_bytes(config: Config, num_samples: int) -> int:
+    """Return the least that the arrays with the order of so many samples take; documents come on top."""
+    if config.data.mock_data:
+        return 8 * num_samples if config.data.bert_pack_sequences else 0
+    wide = num_samples >= 2**32 - 2
+    # GPT: cuts int32 [n + 1, 2], order uint32 [n]; BERT: rows uint32 [n, 3], order int64 [n]
+    return num_samples * (20 if config.model.is_bert else 16 if wide else 12)
+
+
+def num_samples_of(config: Config) -> int:
+    """Return about how many samples a run reads for training."""
+    batch = config.batch
+    return batch.train_samples or (batch.train_iters or 0) * (batch.global_batch_size or 0)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from megatron_sp.config.rules import normalize, violations
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan
-from megatron_sp.estimate.memory_saves import copy_bytes
-from megatron_sp.estimate.rough import rough_memory
+from megatron_sp.estimate.rough import copy_bytes, rough_memory
 from megatron_sp.utils.format import format_bytes
 
 _NUMBER = 3
@@ -26,7 +25,7 @@ class Suggestion(NamedTuple):
 
 
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
-    """Return the memory of the fullest rank by the rough form, with the copy for background saves; the vocabulary size must be set."""
+    """Return the memory of the fullest rank by the rough form, with the copy for background saves."""
     return with_saves(rough_memory(config, world_size, device), config, world_size, device)
 
 
@@ -49,7 +48,7 @@ def find_suggestions(config: Config, world_size: int, device: Device, available:
     """
     peak = plan_of(config, world_size, device).peak
     found: list[Suggestion] = []
-    together = copy.deepcopy(config)
+    together, combined = copy.deepcopy(config), []
     for kind in _kinds(config):
         tried = []
         for flags, change in kind:
@@ -58,25 +57,22 @@ def find_suggestions(config: Config, world_size: int, device: Device, available:
             normalize(changed)
             if not violations(changed, world_size):
                 tried.append((Suggestion(flags, plan_of(changed, world_size, device).peak), change))
-        tried = [each for each in tried if each[0].peak < 0.99 * peak]
-        if not tried:
+        helpful = [each for each in tried if each[0].peak < 0.99 * peak]
+        if not helpful:
             continue
-        best = next((each for each in tried if each[0].peak <= available), None) or min(
-            tried, key=lambda each: each[0].peak
-        )
-        found.append(best[0])
-        if not best[0].flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16")):
-            best[1](together)
-    found.sort(key=lambda remedy: (remedy.peak > available, remedy.peak if remedy.peak > available else 0))
-    names = [
-        r.flags
-        for r in found
-        if not r.flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16"))
-    ]
-    if len(names) > 1 and found[0].peak > available:
+        least = min(helpful, key=lambda each: each[0].peak)
+        best, change = next((each for each in helpful if each[0].peak <= available), least)
+        found.append(best)
+        if not best.flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16")):
+            combined.append(best)
+            change(together)
+    order = lambda one: (one.peak > available, one.peak if one.peak > available else 0)
+    found.sort(key=order)
+    if len(combined) > 1 and found[0].peak > available:
         normalize(together)
         if not violations(together, world_size):
-            found = [*found[: _NUMBER - 1], Suggestion(" ".join(names), plan_of(together, world_size, device).peak)]
+            flags = " ".join(one.flags for one in sorted(combined, key=order))
+            found = [*found[: _NUMBER - 1], Suggestion(flags, plan_of(together, world_size, device).peak)]
     return found[:_NUMBER]
 
 
@@ -90,29 +86,22 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
         return lambda c: setattr(getattr(c, group), name, value)
 
     parallel, model, batch = config.parallel, config.model, config.batch
-    yield [
-        (f"--zero-stage {stage}", setting("parallel", "zero_stage", stage))
-        for stage in range(parallel.zero_stage + 1, 4)
-    ]
+    stages = range(parallel.zero_stage + 1, 4)
+    yield [(f"--zero-stage {stage}", setting("parallel", "zero_stage", stage)) for stage in stages]
     size = batch.micro_batch_size
     smaller = [size // by for by in range(2, min(size, _MOST_TRIED) + 1) if size % by == 0]
     smaller += [1] if size > _MOST_TRIED else []
     yield [(f"--micro-batch-size {to}", setting("batch", "micro_batch_size", to)) for to in smaller]
     if config.kernels.recompute_granularity != "full":
         yield [("--recompute-granularity full", _recompute_all)]
-    yield [
-        (f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces))
-        for pieces in (4, 16)
-        if pieces > config.kernels.mlp_chunks
-    ]
+    more = [pieces for pieces in (4, 16) if pieces > config.kernels.mlp_chunks]
+    yield [(f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces)) for pieces in more]
     if not config.kernels.offload_activations:
         yield [("--offload-activations", setting("kernels", "offload_activations", True))]
     yield [("--no-async-save", setting("checkpoint", "async_save", False))]
     sizes = [parallel.sequence_parallel_size * 2**i for i in range(1, 11)]
-    yield [
-        (f"--sequence-parallel-size {size}", setting("parallel", "sequence_parallel_size", size))
-        for size in sizes if size <= (model.num_attention_heads or 0)
-    ]  # fmt: skip
+    sizes = [size for size in sizes if size <= (model.num_attention_heads or 0)]
+    yield [(f"--sequence-parallel-size {n}", setting("parallel", "sequence_parallel_size", n)) for n in sizes]
     sizes = [parallel.tensor_model_parallel_size * 2**i for i in range(1, 4)]
     yield [(f"--tensor-model-parallel-size {size} --sequence-parallel", _split(size)) for size in sizes]
     if config.precision.params_dtype == "float32":
@@ -120,12 +109,9 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
 
 
 def _recompute_all(config: Config) -> None:
-    config.kernels.recompute_activations = False
-    config.kernels.recompute_granularity, config.kernels.recompute_method, config.kernels.recompute_num_layers = (
-        "full",
-        None,
-        None,
-    )
+    kernels = config.kernels
+    kernels.recompute_activations, kernels.recompute_granularity = False, "full"
+    kernels.recompute_method = kernels.recompute_num_layers = None
 
 
 def _split(size: int) -> Callable[[Config], None]:
@@ -145,7 +131,8 @@ def shortage(config: Config, world_size: int, device: Device, available: int, wh
     plan = plan_of(config, world_size, device)
     if plan.peak <= available:
         return []
-    first = f"warning: a rank is predicted to need {format_bytes(plan.peak)} and there are {format_bytes(available)} {whose}: "
+    needs, have = format_bytes(plan.peak), format_bytes(available)
+    first = f"warning: a rank is predicted to need {needs} and there are {have} {whose}: "
     return [first + breakdown(plan), *advice(config, world_size, device, available)]
 
 
@@ -154,7 +141,8 @@ def breakdown(plan: MemoryPlan) -> str:
     worst = sorted((*plan.stays, *plan.worst.lines), key=lambda line: -line.num_bytes)[:4]
     parts = ", ".join(f"{line.name} {format_bytes(line.num_bytes)}" for line in worst)
     return (
-        f"{format_bytes(plan.resident)} that stay + {format_bytes(plan.worst.num_bytes)} in {plan.worst.phase}, {plan.worst.name}"
+        f"{format_bytes(plan.resident)} that stay + {format_bytes(plan.worst.num_bytes)} in {plan.worst.phase},"
+        f" {plan.worst.name}"
         f" (the largest: {parts})"
     )
 

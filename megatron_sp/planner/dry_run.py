@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.fits import HOW_TO_START, host_need, num_samples_of, order_bytes
+from megatron_sp.estimate.flops import count_active_parameters, count_parameters
+from megatron_sp.estimate.layout import layers_of_stages
 from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan
-from megatron_sp.estimate.memory_saves import copy_bytes
-from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.estimate.pipeline_choice import settle_schedule
-from megatron_sp.estimate.rough import RoughRank, rough_ranks
-from megatron_sp.estimate.stages import layers_of_stages
+from megatron_sp.estimate.rough import (
+    HOW_TO_START,
+    RoughRank,
+    copy_bytes,
+    host_need,
+    num_samples_of,
+    order_bytes,
+    rough_ranks,
+)
 from megatron_sp.estimate.suggestions import find_suggestions, plan_of, with_saves
 from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
 from megatron_sp.planner.timeline import TrafficPlan

@@ -51,7 +51,7 @@ _FLASH_BACKWARD = ("_scaled_dot_product_flash_attention_backward", "_flash_atten
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What is known of one of torch's operators."""
+    """One of torch's operators, as far as the device has to know it."""
 
     name: str
     arguments: tuple[str, ...]

@@ -29,9 +29,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.nobody import put
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.context_form import context_plan
+from megatron_sp.estimate.layout import context_plan, enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
-from megatron_sp.estimate.stages import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.suggestions import with_saves
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.ops import attention as attention_ops

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_sp.estimate.workspaces import workspaces
+from megatron_sp.estimate.memory_plan import cublas_workspaces
 from megatron_sp.planner.hardware import Gpu, Link
 
 
@@ -129,5 +129,5 @@ def reserve(machine: Machine, peak_bytes: int, groups: int) -> int:
         return int(machine.reserve_gib * 2**30)
     if machine.is_cpu:
         return int(CPU_PROCESS_GIB * 2**30)
-    beside = workspaces(machine.gpu.capability).num_bytes
+    beside = cublas_workspaces(machine.gpu.capability).num_bytes
     return int((CONTEXT_GIB + GROUP_GIB * groups) * 2**30 + FRAGMENTS * peak_bytes) + beside

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.parameters import count_active_parameters, count_parameters, describe_parameters
+from megatron_sp.estimate.flops import count_active_parameters, count_parameters, describe_parameters
 from megatron_sp.planner.hardware import GIB
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate, Findings

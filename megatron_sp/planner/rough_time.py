@@ -6,8 +6,7 @@ It orders the layouts of a search, of which the best are then run and their time
 from __future__ import annotations
 
 from megatron_sp.config.rules_graphs import obstacles
-from megatron_sp.estimate.flops import seen_share
-from megatron_sp.estimate.parameters import mlp_parameters
+from megatron_sp.estimate.flops import mlp_parameters, seen_share
 from megatron_sp.estimate.rough import RoughRank
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.timeline import Product, Scores

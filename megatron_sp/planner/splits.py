@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.context_form import context_plan
+from megatron_sp.estimate.layout import context_plan
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate
 from megatron_sp.utils.format import format_count

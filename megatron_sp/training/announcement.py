@@ -32,7 +32,7 @@ def announce(run: Run) -> None:
     num_params = run.state.num_parameters()
     active = None
     if run.layout.pipeline is not None or config.model.has_experts:  # of which this rank has a part
-        from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
+        from megatron_sp.estimate.flops import count_active_parameters, count_parameters
 
         num_params = count_parameters(config.model)
         active = count_active_parameters(config.model) if config.model.has_experts else None

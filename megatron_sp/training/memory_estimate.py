@@ -1,7 +1,7 @@
 """Predicted memory of a run, compared with what is available before it starts, and with what some steps needed.
 
 A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be
-another one, without a message. It is refused only for what is certain (``estimate/fits.py``); what may be too much is a
+another one, without a message. It is refused only for what is certain (``estimate/rough.py :: CERTAIN``); what may be too much is a
 warning, and --allow-oom makes it one in any case. A rough form tells all of that at once. What is compared with
 measurements comes from the program itself, which runs without contents in a child process while training goes on.
 """
@@ -21,11 +21,9 @@ from typing import Any
 import torch
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.fits import CERTAIN, HOW_TO_START, host_need, order_bytes
-from megatron_sp.estimate.memory_plan import Device
-from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.estimate.memory_plan import CUBLAS_VARIABLE, CUBLAS_WORKSPACES, Device, cublas_workspaces
+from megatron_sp.estimate.rough import CERTAIN, HOW_TO_START, copy_bytes, host_need, order_bytes
 from megatron_sp.estimate.suggestions import advice, breakdown, plan_of, shortage
-from megatron_sp.estimate.workspaces import VARIABLE, WORKSPACES, workspaces
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
@@ -61,7 +59,7 @@ class MemoryEstimate:
         self._kind: Device = "cuda" if device.type == "cuda" else "cpu"
         self.memory = plan_of(config, world_size, self._kind)
         if self._kind == "cuda" and torch.cuda.is_available():
-            beside = workspaces(torch.cuda.get_device_capability(device), os.environ.get(VARIABLE, ""))
+            beside = cublas_workspaces(torch.cuda.get_device_capability(device), os.environ.get(CUBLAS_VARIABLE, ""))
             self.memory = replace(self.memory, stays=(*self.memory.stays, beside))
         self._before = resident_bytes()
         self._child: subprocess.Popen[str] | None = None
@@ -95,7 +93,7 @@ class MemoryEstimate:
         if not self._run and child.stdout is not None and not child.stdout.closed:
             with child.stdout as pipe, contextlib.suppress(OSError, ValueError):
                 self._run = json.loads(pipe.read())
-                beside = self.memory.stays[-1].num_bytes if self.memory.stays[-1].name == WORKSPACES else 0
+                beside = self.memory.stays[-1].num_bytes if self.memory.stays[-1].name == CUBLAS_WORKSPACES else 0
                 self._run["predicted_bytes"] += beside
         return True
 

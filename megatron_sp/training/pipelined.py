@@ -15,7 +15,7 @@ from megatron_sp.comm.groups import ParallelGroups, pipes
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.flops import pairs_per_position
-from megatron_sp.estimate.stages import layer_costs, layers_of_stages
+from megatron_sp.estimate.layout import layer_costs, layers_of_stages
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents, row_mask

@@ -23,7 +23,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.rules import violations
 from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.context_form import row_mask_of
+from megatron_sp.estimate.layout import row_mask_of
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SelfAttention
 from megatron_sp.ops.attention import AttentionMask, KernelName

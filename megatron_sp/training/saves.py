@@ -75,7 +75,7 @@ class Saves:
         run, config, world_size = self._run, self._context.config, self._context.launch.world_size
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         from megatron_sp.checkpoint.background import BackgroundSaves
-        from megatron_sp.estimate.memory_saves import copy_bytes
+        from megatron_sp.estimate.rough import copy_bytes
 
         background = BackgroundSaves(run.checkpointer, background_group(world_size, timeout))
         available = run.memory_estimate.spare_host_bytes(copy_bytes(config, world_size))

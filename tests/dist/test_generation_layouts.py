@@ -16,7 +16,7 @@ from support.training import train
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.commands import generate
 from megatron_sp.config.schema import KernelConfig
-from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.flops import count_parameters
 from megatron_sp.inference.decoder import Capture, Decoder, KVCache, RowPass
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.models.gpt import GPTModel

@@ -12,7 +12,7 @@ import pytest
 from support.training import NO_DROPOUT, records, train
 
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.estimate.stages import pipeline_plan
+from megatron_sp.estimate.layout import pipeline_plan
 from megatron_sp.parallel.pipeline_plan import PipelinePlan
 from megatron_sp.planner import fake_run
 from megatron_sp.training.overlap import OverlapReport

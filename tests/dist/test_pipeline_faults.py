@@ -15,7 +15,7 @@ from support.waiting import NEVER_MINUTES, wait_until
 
 from megatron_sp.comm import failed_ranks
 from megatron_sp.commands.pretrain import parse_config
-from megatron_sp.estimate.stages import layer_costs
+from megatron_sp.estimate.layout import layer_costs
 from megatron_sp.parallel import pipeline
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Action

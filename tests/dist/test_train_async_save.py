@@ -18,7 +18,7 @@ from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.estimate import suggestions as remedies
-from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.estimate.rough import copy_bytes
 from megatron_sp.training import memory_estimate as foresight
 from megatron_sp.utils.errors import DataError
 

@@ -17,7 +17,7 @@ from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
 from megatron_sp.config.presets import PRESETS, preset_named
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
-from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.flops import count_parameters
 from megatron_sp.models import bert, gpt
 from megatron_sp.parallel import init
 from megatron_sp.training.resume import check_model, take_model

@@ -76,7 +76,7 @@ def test_what_contradicts_itself(flags: str, words: str) -> None:
 
 
 def test_the_layers_of_given_ranks_are_kept() -> None:
-    from megatron_sp.estimate.stages import layers_of_stages
+    from megatron_sp.estimate.layout import layers_of_stages
 
     made = config("--pp-size 4 --num-layers-in-first-pipeline-stage 1 --num-layers-in-last-pipeline-stage 2")
     assert layers_of_stages(made.model, made.parallel) == (1, 5, 4, 2)
@@ -93,7 +93,7 @@ def test_the_layers_of_given_ranks_are_kept() -> None:
     ],
 )
 def test_the_layers_of_all_stages_in_megatrons_letters(flags: str, kind: str, want: tuple[int, ...]) -> None:
-    from megatron_sp.estimate.stages import layers_of_stages
+    from megatron_sp.estimate.layout import layers_of_stages
 
     made = config(flags)
     assert (made.parallel.pipeline_kind, layers_of_stages(made.model, made.parallel)) == (kind, want)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.paths import ROOT
 
-from megatron_sp.estimate.workspaces import workspaces
+from megatron_sp.estimate.memory_plan import cublas_workspaces
 
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
@@ -21,13 +21,13 @@ MIB = 2**20
     ((9, 0), ":16:8", 128 * 1024), ((8, 0), ":4096:2:16:8", 8.125 * MIB), ((9, 0), "nonsense", 32 * MIB),
 ])  # fmt: skip
 def test_each_thread_with_products_has_a_workspace(capability: tuple[int, int], setting: str, each: float) -> None:
-    assert workspaces(capability, setting).num_bytes == 2 * each
+    assert cublas_workspaces(capability, setting).num_bytes == 2 * each
 
 
 def test_what_stays_on_an_h200_is_the_form_and_the_workspaces() -> None:
     """Measured: 6,744,417,280 bytes before a step of GPT; a quickstart's peak was 216.8 MiB where tensors were predicted to take 148.1."""
     tensors = memory_peak.form("GPT", memory_peak._SHAPE, 1, "cuda", "triton").resident
-    beside = workspaces((9, 0)).num_bytes
+    beside = cublas_workspaces((9, 0)).num_bytes
     assert tensors + beside == pytest.approx(6_744_417_280, rel=1e-3) and tensors < 0.99 * 6_744_417_280
     assert 148.1 * MIB + beside == pytest.approx(216.8 * MIB, rel=0.03)
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megatron_sp.config.schema import ModelConfig, ParallelConfig
-from megatron_sp.estimate.stages import layers_of_stages
+from megatron_sp.estimate.layout import layers_of_stages
 from megatron_sp.parallel.pipeline_stages import cut_model, deal_layers, deal_unlike_layers, whole_model
 
 

@@ -20,7 +20,7 @@ from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate import suggestions as remedies
-from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
+from megatron_sp.estimate.flops import count_active_parameters, count_parameters
 from megatron_sp.estimate.suggestions import find_suggestions, plan_of, shortage
 from megatron_sp.planner import dry_run
 from megatron_sp.planner.dry_run import plan_run

@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 from megatron_sp.commands import cli
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.estimate.context_form import context_plan
+from megatron_sp.estimate.layout import context_plan
 from megatron_sp.planner.command import read_model
 from megatron_sp.planner.fake_run import step_time
 from megatron_sp.planner.hardware import GPUS, LINKS

@@ -76,7 +76,6 @@ TORCH_FREE = (
     "config/schema_training",
     "convert/arguments",
     "estimate/flops",
-    "estimate/memory_saves",
     "estimate/rough",
     "estimate/suggestions",
     "models/unit_order",

@@ -7,7 +7,7 @@ import torch
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.fits import CERTAIN
+from megatron_sp.estimate.rough import CERTAIN
 from megatron_sp.ops.fused_kernels import FusedKernel, FusedKernels
 from megatron_sp.training import kernel_selection
 from megatron_sp.training import memory_estimate as foresight

@@ -1,8 +1,9 @@
-"""Stages of a pipeline in numbers: their layers, what a layer costs, and the schedule of a configuration."""
+"""A layout in numbers: layers of a pipeline's stages, their costs and schedule; rows that cp ranks exchange."""
 
 from __future__ import annotations
 
-from typing import cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
 from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, layer_shares, seen_share
@@ -11,9 +12,13 @@ from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Costs, PipelineKind, PipelinePlan
 from megatron_sp.parallel.pipeline_stages import deal_layers, deal_unlike_layers
 
+if TYPE_CHECKING:
+    from megatron_sp.parallel.context_plan import ContextPlan
+    from megatron_sp.parallel.row_mask import RowMask
+
 
 def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Return the number of layers of each stage, in the order of the stages; the head counts as so many layers as it has FLOPs.
+    """Return the number of layers of each stage, in their order; the head counts as so many layers as it has FLOPs.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -38,23 +43,15 @@ def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
 
 
 def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
-    """Return the time of a layer's passes by their FLOPs, in that of its forward pass; of unlike layers that of a layer on average."""
+    """Return the FLOPs of a layer's passes (of unlike layers the mean) in those of its forward pass."""
     dense, scores = forward_flops_per_token(model, 0.0)
     scores *= seen_share(model)
     share = dense / (dense + scores)
-    # the gradients of products' inputs, attention's two for each of its products, and what is computed again
-    again = (
-        1.0
-        if kernels.recompute_granularity == "full"
-        else 1.0 - share
-        if kernels.recompute_granularity == "selective"
-        else 0.0
-    )
+    again = {"full": 1.0, "selective": 1.0 - share}.get(kernels.recompute_granularity or "", 0.0)
     if again == 1.0 and model.num_layers:
-        again = (
-            sum(last - first for first, last, recomputed in recompute_plan(kernels, model.num_layers) if recomputed)
-            / model.num_layers
-        )
+        plan = recompute_plan(kernels, model.num_layers)
+        again = sum(last - first for first, last, recomputed in plan if recomputed) / model.num_layers
+    # backward: gradients of products' inputs, attention's two for each of its products, and what is computed again
     return Costs(1.0, share + 2 * (1 - share) + again, share)
 
 
@@ -68,5 +65,25 @@ def pipeline_plan(
 
 
 def enough_micro_batches(parallel: ParallelConfig, num_micro_batches: int) -> int:
-    """Return how many micro-batches of a step show all of it: beyond a few rounds nothing changes, and the plan of thousands is long."""
+    """Return how many micro-batches of a step show all of it: beyond a few rounds nothing changes."""
     return min(num_micro_batches, 4 * parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank)
+
+
+def row_mask_of(model: ModelConfig) -> RowMask:
+    """Return the mask of a row as one document without padding; packed documents send less."""
+    from megatron_sp.parallel.row_mask import RowMask
+
+    assert model.seq_length
+    return RowMask(model.seq_length, causal=not model.is_bert, window=None if model.is_bert else model.window_size)
+
+
+def context_plan(model: ModelConfig, parallel: ParallelConfig) -> ContextPlan:
+    """Return who sends which rows to whom over the cp ranks of a configuration, by ``row_mask_of``."""
+    return _context_plan(row_mask_of(model), parallel.context_parallel_size, parallel.cp_chunks)
+
+
+@lru_cache(maxsize=64)
+def _context_plan(mask: RowMask, cp_size: int, num_chunks: int | None) -> ContextPlan:
+    from megatron_sp.parallel.context_plan import cut_row, plan_context  # not needed without cp
+
+    return plan_context(mask, cut_row(mask, cp_size, num_chunks))
