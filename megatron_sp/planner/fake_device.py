@@ -1,4 +1,4 @@
-"""A device that is not there: the program runs on it as on a GPU or a CPU, on tensors without contents, as any rank of any job.
+"""A device that is not there: the program runs on it as on a GPU or a CPU, without contents, as any rank of any job.
 
 Tensors are on torch's meta device: they have shapes, strides and storages that views share, and cost no memory. To
 the program they say that they are on ``cuda:0`` or ``cpu:0``, so that it takes the branches of that device;
@@ -41,10 +41,8 @@ CAPABILITY = (9, 0)
 """Compute capability of the GPU."""
 _META = torch.device("meta")
 _PACKAGE = f"{Path(__file__).parents[1]}/"
-_HELPERS = (
-    __file__,
-    *(f"{_PACKAGE}{file}" for file in ("ops/allocator.py", "comm/collectives.py", "comm/nobody.py")),
-)  # a place is where they are called
+# a place is where these are called
+_HELPERS = (__file__, *(f"{_PACKAGE}{file}" for file in ("ops/allocator.py", "comm/collectives.py", "comm/nobody.py")))
 _HOST_BYTES = 2**20  # the host's memory has contents up to this size
 _FLASH_BACKWARD = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
 
@@ -68,36 +66,25 @@ class FakeDevice(TorchDispatchMode):
     Args:
         kind: of the device.
         share: of True among the elements of a mask whose places the program asks for (nonzero).
-
-    Attributes:
-        device: what tensors on it say.
-        trace: of memory: (bytes that are allocated, or freed if negative; number of the place in ``places``), in order.
-        places: files of the package where something was allocated, with the phase of the step.
-        phase: of the step.
-        live: bytes on the device.
-        host: bytes in host memory that is copied from and to a GPU, by place.
-        calls: collectives, in order.
-        events: operators with their costs (if ``keeps_time``), and the beginnings and ends of collectives, in order.
-        older_attention: it is FlashAttention 2 that computes it.
-        launches: operators and kernels on the device.
     """
 
     def __init__(self, kind: Kind, share: float = 1.0) -> None:
         super().__init__()
         self.kind, self.device, self._share = kind, torch.device(kind, 0), share
-        self.trace: list[tuple[int, int]] = []
-        self.places: dict[str, int] = {}
-        self.live = self.launches = 0
-        self.host = Counter[int]()
-        self.phase = "forward"
-        self.calls: list[Call] = []
-        self.events: list[Event] = []
+        self.phase = "forward"  # of the step
+        self.places: dict[str, int] = {}  # files of the package that have allocated something, with the phase
+        self.trace: list[tuple[int, int]] = []  # bytes that are allocated, or freed if negative, and the place
+        self.live = self.launches = 0  # bytes on the device; operators and kernels
+        self.host = Counter[int]()  # bytes in host memory that is copied from and to a GPU, by place
+        self.calls: list[Call] = []  # collectives
+        self.keeps_time = False
+        self.events: list[Event] = []  # operators (if it keeps time), and beginnings and ends of collectives
+        self.older_attention = False  # it is FlashAttention 2 that computes it
         self._seen: dict[int, tuple[int, int]] = {}  # bytes and place of storages
         self._on_host: set[int] = set()
         self._results: dict[Any, tuple[bool, list[Any]]] = {}
         self._inside = False  # an operator, of which some are torch's own Python
         self._kinds: dict[int, tuple[str, bool]] = {}  # of costs, by place
-        self.older_attention, self.keeps_time = False, False
 
     # memory
 
@@ -172,9 +159,8 @@ class FakeDevice(TorchDispatchMode):
         here: torch.device = _DEVICE_OF(tensor)
         if here.type != "meta" or self._inside:
             return here
-        return (
-            torch.device("cpu") if self._on_host and tensor.untyped_storage()._cdata in self._on_host else self.device
-        )
+        is_of_host = self._on_host and tensor.untyped_storage()._cdata in self._on_host
+        return torch.device("cpu") if is_of_host else self.device
 
     def _is_of_host(self, tensors: list[Tensor]) -> bool:
         return bool(tensors) and all(not x.is_meta or x.untyped_storage()._cdata in self._on_host for x in tensors)
@@ -263,14 +249,13 @@ class FakeDevice(TorchDispatchMode):
             return
         if "grouped" in launched.name:  # gradients of experts' weights
             grad, x = launched.arguments[:2]
-            self.events.append(
-                Event(Product(grad.shape[1], x.shape[1], grad.shape[0], 1, grad.element_size()), is_weight=True)
-            )
+            product = Product(grad.shape[1], x.shape[1], grad.shape[0], 1, grad.element_size())
+            self.events.append(Event(product, is_weight=True))
         else:
             self.events.append(Event(Moved(size_of([*launched.reads, *launched.writes]))))
 
     def _remembered(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return the result of an operator that only makes new tensors; torch's Python takes long to work out their shapes."""
+        """Return new tensors like those of an earlier call; torch's Python takes long to work out their shapes."""
         key = func, _key(args), _key(kwargs) if kwargs else ()
         known = self._results.get(key)
         if known is None:
@@ -286,8 +271,9 @@ class FakeDevice(TorchDispatchMode):
     def _borrow(self, query: Tensor, key: Tensor) -> None:
         """Count what the flash kernel's backward allocates beside its results.
 
-        The query's gradient is summed in fp32; keys and values that serve several queries have a gradient for each first
-        (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp :: mha_bwd: dq_accum, dk_expanded, dv_expanded).
+        The query's gradient is summed in fp32; keys and values that serve several queries have a gradient for each
+        first (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp :: mha_bwd: dq_accum, dk_expanded,
+        dv_expanded).
         """
         expanded = 2 * query.numel() * query.element_size() if key.numel() < query.numel() else 0
         num_bytes, place = int(4 * query.numel() + expanded), self._place()
@@ -295,7 +281,7 @@ class FakeDevice(TorchDispatchMode):
         self._change(-num_bytes, place)
 
     def send(self, op: str, group: Any, x: Tensor, num_bytes: int) -> Callable[[], None]:
-        """Count a collective of the device, or a message, and the bytes that this rank sends; return what to call at a wait for it."""
+        """Count a collective of the device, or a message, with the bytes sent; return what to call at a wait for it."""
         if not x.is_meta:
             return lambda: None
         self.launches += 1
@@ -395,9 +381,9 @@ def _rms_norm(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _STAND_INS: dict[str, Callable[[FakeDevice, Any, Any, Any], Any]] = {
-    "_local_scalar_dense": _item, "copy_": _copy, "nonzero": _nonzero, "index": _index, "_fused_adamw_": _in_place,
-    "_fused_sgd_": _in_place, "record_stream": _in_place, "_fused_rms_norm": _rms_norm, "is_pinned": lambda *_: False,
-    "_pin_memory": lambda device, func, args, kwargs: args[0],
+    "_local_scalar_dense": _item, "copy_": _copy, "nonzero": _nonzero, "index": _index, "_fused_rms_norm": _rms_norm,
+    "_fused_adamw_": _in_place, "_fused_sgd_": _in_place, "record_stream": _in_place,
+    "is_pinned": lambda *_: False, "_pin_memory": lambda device, func, args, kwargs: args[0],
 }  # fmt: skip
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
@@ -425,13 +411,7 @@ def _on(_: Any) -> Iterator[None]:
 
 @contextmanager
 def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1.0) -> Iterator[FakeDevice]:
-    """Be a rank of a job on fake devices.
-
-    Args:
-        kind: of the devices.
-        world_size, rank: of the job.
-        share: see ``FakeDevice``.
-    """
+    """Be a rank of a job on fake devices; ``share``: see ``FakeDevice``."""
     device = FakeDevice(kind, share)
     with ExitStack() as undo:
         _replace_all(device, undo)
@@ -495,9 +475,9 @@ def _replace_cuda(device: FakeDevice, undo: ExitStack) -> None:
     """Replace ``torch.cuda`` and SDPA by those of a GPU."""
     stand_ins: dict[str, Any] = {
         "Stream": _Stream, "Event": _Stream, "stream": _on, "current_stream": _Stream, "default_stream": _Stream,
-        "_lazy_init": lambda: None,
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
-        "synchronize": lambda *_: None, "get_device_capability": lambda *_: CAPABILITY, "get_device_name": lambda *_: "a fake device",
+        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
+        "device_count": lambda: 8, "current_device": lambda: 0, "synchronize": lambda *_: None,
+        "get_device_capability": lambda *_: CAPABILITY, "get_device_name": lambda *_: "a fake device",
         "get_device_properties": lambda *_: SimpleNamespace(name="a fake device", multi_processor_count=132),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *_: None,
         "manual_seed_all": lambda *_: None, "manual_seed": lambda *_: None, "empty_cache": lambda: None,

@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.nobody import put
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.layout import context_plan, enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
-from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
+from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment, Phase
 from megatron_sp.estimate.suggestions import with_saves
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.ops import attention as attention_ops
@@ -52,7 +53,6 @@ from megatron_sp.training.pipelined import Pipeline
 from megatron_sp.training.setup import layout_groups
 from megatron_sp.training.step import TrainStep
 
-Phase = Literal["forward", "backward", "update"]
 Layers = tuple[bool, ...]  # of a stage: which of them have experts
 _FEW = 4  # layers of a stage that are run where there are more
 _HALF = 2  # of these, those before the middle, where layers are added
@@ -60,76 +60,58 @@ _PASSES = 3  # micro-batches, without a pipeline
 _SECOND = (4, 5)  # numbers of the passes of the second one: the first is before any pass
 _OF_LAYERS = ("tp", "sp", "cp", "ep", "pp", "sequence")  # groups over which layers and stages send
 
-# what a tensor is part of, by the beginning of the file that has allocated it
-_PARTS = {
-    "optim/flat.py": "gradients", "optim/gradients.py": "gradients", "optim/weights.py": "buffers for whole parameters",
-    "optim/": "update", "models/experts.py": "experts", "parallel/expert": "experts", "ops/expert": "experts",
-    "ops/routing": "experts", "ops/kernels/grouped": "experts", "parallel/chunked_mlp": "MLP", "ops/activation": "MLP",
-    "ops/kernels/activations": "MLP", "parallel/lm_head": "head and loss", "ops/kernels/cross": "head and loss", "ops/norm": "norms",
-    "ops/kernels/norms": "norms", "parallel/ulysses": "attention", "parallel/attention": "attention", "parallel/context": "attention",
-    "parallel/split_projection": "attention", "parallel/heads": "attention", "parallel/row_": "attention", "ops/attention": "attention",
-    "ops/lse": "attention", "ops/gpu": "attention", "ops/packed": "attention", "ops/piece": "attention", "ops/tile": "attention",
-    "ops/flash": "attention", "ops/rotary": "attention", "ops/kernels/rotary": "attention", "ops/dropout": "residual stream",
-    "ops/kernels/dropout": "residual stream", "models/": "residual stream", "parallel/pipeline": "messages between stages",
-    "parallel/linear": "products", "parallel/tensor": "products", "ops/main_grad": "gradients",
-}  # fmt: skip
+# what a tensor is part of, by the beginning of the file that has allocated it; the first that fits counts
+_PARTS = (
+    ("gradients", ("optim/flat.py", "optim/gradients.py", "ops/main_grad")),
+    ("buffers for whole parameters", ("optim/weights.py",)),
+    ("update", ("optim/",)),
+    ("experts", ("models/experts.py", "parallel/expert", "ops/expert", "ops/routing", "ops/kernels/grouped")),
+    ("MLP", ("parallel/chunked_mlp", "ops/activation", "ops/kernels/activations")),
+    ("head and loss", ("parallel/lm_head", "ops/kernels/cross")),
+    ("norms", ("ops/norm", "ops/kernels/norms")),
+    ("attention", (
+        "parallel/ulysses", "parallel/attention", "parallel/context", "parallel/split_projection", "parallel/heads",
+        "parallel/row_", "ops/attention", "ops/lse", "ops/gpu", "ops/partial", "ops/tile", "ops/flash", "ops/rotary",
+        "ops/kernels/rotary",
+    )),
+    ("residual stream", ("ops/dropout", "ops/kernels/dropout", "models/")),
+    ("messages between stages", ("parallel/pipeline",)),
+    ("products", ("parallel/linear", "parallel/tensor")),
+)  # fmt: skip
 _WHOLE = ("gradients", "buffers for whole parameters", "messages between stages")
 # what a collective is about, by the beginning of its place
-_KINDS = {
-    "optim/gradients.py": "gradients", "optim/weights.py": "parameters", "optim/optimizer.py": "gradient norm",
-    "training/": "losses and counts",
-    "parallel/context": "keys and values", "parallel/expert": "rows of experts",
-    "parallel/router": "loads of experts",
-    "parallel/lm_head": "maxima and sums of the loss", "parallel/pipeline": "activations of stages", "parallel/": "activations",
-    "ops/": "activations", "planner/": "comparison of sequences",
-}  # fmt: skip
+_KINDS = (
+    ("gradients", "optim/gradients.py"), ("parameters", "optim/weights.py"), ("gradient norm", "optim/optimizer.py"),
+    ("losses and counts", "training/"), ("keys and values", "parallel/context"), ("rows of experts", "parallel/expert"),
+    ("loads of experts", "parallel/router"), ("maxima and sums of the loss", "parallel/lm_head"),
+    ("activations of stages", "parallel/pipeline"), ("activations", ("parallel/", "ops/")),
+    ("comparison of sequences", "planner/"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a step.
+    """A stretch of a step, from one unit of the model to the next."""
 
-    Attributes:
-        of_pass: number of the pass that it is part of.
-        phase: forward, backward or update.
-        place: unit of the model that it begins with; -1: none.
-        peak: bytes on the device at most.
-        lines: of which, by name.
-        calls, sent: number and bytes of collectives, by (kind, op, group, ranks).
-        launches: on the device.
-        spent: seconds by cause (``timeline.py :: Replay.of``).
-    """
-
-    of_pass: int
+    of_pass: int  # number of the pass that it is part of
     phase: Phase
-    place: int
-    peak: float
-    lines: Counter[str]
-    calls: Counter[Key]
-    sent: Counter[Key]
-    launches: float
-    spent: Counter[Any]
+    place: int  # unit of the model that it begins with; -1: none
+    peak: float  # bytes on the device at most
+    lines: Counter[str]  # of which, by name
+    calls: Counter[Key]  # number of collectives
+    sent: Counter[Key]  # their bytes
+    launches: float  # on the device
+    spent: Counter[Any]  # seconds by cause (``timeline.py :: Replay.of``)
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """The second step of a rank.
+    """The second step of a rank."""
 
-    Attributes:
-        resident: bytes that it holds when the step begins, by name.
-        segments: of the step, in order.
-        host: bytes of host memory for copies of activations, and of the optimizer.
-    """
-
-    resident: Counter[str]
+    resident: Counter[str]  # bytes that it holds when the step begins, by name
     segments: list[Segment]
-    host: float
-    optimizer_host: float
-
-    @property
-    def stays(self) -> float:
-        """Bytes that it holds when the step begins."""
-        return sum(self.resident.values())
+    host: float  # bytes of host memory for copies of activations
+    optimizer_host: float  # and of the optimizer
 
     @property
     def peak(self) -> float:
@@ -137,11 +119,11 @@ class RankRun:
         return max(segment.peak for segment in self.segments)
 
     def peak_of(self, phase: str) -> float:
-        """Bytes at most within a phase."""
+        """Return the bytes at most within a phase."""
         return max((segment.peak for segment in self.segments if segment.phase == phase), default=0)
 
     def spent(self, phase: str = "") -> Counter[Any]:
-        """Seconds by cause, of a phase or of all of it."""
+        """Return seconds by cause, of a phase or of all of the step."""
         found = Counter[Any]()
         for segment in self.segments:
             if phase in ("", segment.phase):
@@ -149,7 +131,7 @@ class RankRun:
         return found
 
     def sent(self) -> dict[Key, tuple[float, float]]:
-        """Number and bytes of collectives, by (kind, op, group, ranks)."""
+        """Return number and bytes of collectives, by (kind, op, group, ranks)."""
         calls, sent = Counter[Any](), Counter[Any]()
         for segment in self.segments:
             calls.update(segment.calls)
@@ -159,23 +141,16 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of a step.
+    """Prediction of a step."""
 
-    Attributes:
-        memory: of the rank that holds most.
-        traffic: of the rank that sends most.
-        launches: of the first rank's, on the device.
-        time: of the rank that computes longest; None: no machine was given.
-    """
-
-    memory: MemoryPlan
-    traffic: TrafficPlan
-    launches: int
-    time: StepTime | None
+    memory: MemoryPlan  # of the rank that holds most
+    traffic: TrafficPlan  # of the rank that sends most
+    launches: int  # of the first rank, on the device
+    time: StepTime | None  # of the rank that computes longest; None: no machine was given
 
 
 def predict(config: Config, world_size: int, kind: Kind, machine: Machine | None = None) -> Prediction:
-    """Predict a step of a validated configuration, with its vocabulary size, from runs of the ranks of which one holds most."""
+    """Predict a step of a validated configuration, with its vocabulary size, from runs of the ranks that matter."""
     deep = _Deep(config, world_size, kind, machine)
     runs = [deep.run(rank) for rank in ranks_to_run(config, world_size)]
     fullest = max(runs, key=lambda run: run.peak)
@@ -195,8 +170,9 @@ def step_time(config: Config, machine: Machine) -> StepTime:
 def ranks_to_run(config: Config, world_size: int) -> list[int]:
     """Return the ranks of which one holds most, and one sends most, of the pipeline ranks and of the cp ranks.
 
-    In every schedule a rank of a pipeline has as many passes between F and B as the next one, or more; so of those between the ends only
-    the first of each number of layers is run. Of the cp ranks those run that have most positions and pairs, receive and send most rows.
+    In every schedule a rank of a pipeline has as many passes between F and B as the next one, or more; so of those
+    between the ends only the first of each number of layers is run. Of the cp ranks those run that have most positions
+    and pairs, receive and send most rows.
     """
     parallel, model = config.parallel, config.model
     pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
@@ -228,9 +204,8 @@ class _Deep:
         self.pp = parallel.pipeline_model_parallel_size
         of_stages = layers_of_stages(model, parallel) if self.pp > 1 else (model.num_layers,)
         starts = [sum(of_stages[:stage]) for stage in range(len(of_stages))]
-        self.stages = [
-            tuple(start + i in which for i in range(count)) for start, count in zip(starts, of_stages, strict=True)
-        ]
+        layers = [range(start, start + count) for start, count in zip(starts, of_stages, strict=True)]
+        self.stages = [tuple(layer in which for layer in stage) for stage in layers]
         dp = parallel.dp_size(world_size)
         self.count = max(1, (config.batch.global_batch_size or 0) // (config.batch.micro_batch_size * dp))
 
@@ -243,16 +218,15 @@ class _Deep:
             missing = [real.count(kind) - least.count(kind) for real, least in zip(self.stages, few, strict=True)]
             if not any(missing):
                 continue
-            middle = [
-                (*least[:_HALF], *[kind] * self.group, *least[_HALF:]) if more else least
-                for least, more in zip(few, missing, strict=True)
-            ]
-            grown = self._run(rank, middle)
+            added = [[kind] * self.group if more else [] for more in missing]
+            grown = self._run(
+                rank, [(*least[:_HALF], *more, *least[_HALF:]) for least, more in zip(few, added, strict=True)]
+            )
             found = _continued(found, base, grown, max(missing) / self.group)
         return found
 
     def time(self, runs: Sequence[RankRun], machine: Machine) -> StepTime:
-        """Return the time of a step by the rank that computes longest, of a pipeline with what it waits for the others."""
+        """Return the time of a step by the rank that computes longest, and that it waits for others in a pipeline."""
         computed = lambda spent: sum(spent[name] for name in ("products", "attention", "memory"))
         run = max(runs, key=lambda run: computed(run.spent()))
         spent, forward, backward = run.spent(), computed(run.spent("forward")), computed(run.spent("backward"))
@@ -263,47 +237,36 @@ class _Deep:
         recomputed = run.spent("forward")["attention"] if of_selective else again * forward
         bubble = 0.0
         if self.pp > 1:
-            bubble = self._bubble(
-                machine, forward, backward, run.spent("backward")["weights"], layers, computed(runs[-1].spent())
-            )
+            weights, of_last = run.spent("backward")["weights"], computed(runs[-1].spent())
+            bubble = self._bubble(machine, forward, backward, weights, layers, of_last)
         return assemble(
-            self.config, machine, spent, flows_of(run.sent(), spent), layers=layers, count=self.count, again=again, host_bytes=run.host,
-            forward=forward, backward=backward, recomputed=recomputed, bubble=bubble,
+            self.config, machine, spent, flows_of(run.sent(), spent), layers=layers, count=self.count, again=again,
+            host_bytes=run.host, forward=forward, backward=backward, recomputed=recomputed, bubble=bubble,
         )  # fmt: skip
 
     def _bubble(
         self, machine: Machine, forward: float, backward: float, weights: float, layers: int, of_last: float
     ) -> float:
-        """Return the seconds of a step that the busiest rank of a pipeline waits, from those of all passes of its layers."""
+        """Return the seconds that the busiest rank of a pipeline waits, from those of all passes of its layers."""
         parallel, model, batch = self.config.parallel, self.config.model, self.config.batch
         plan = pipeline_plan(model, self.config.kernels, parallel, enough_micro_batches(parallel, self.count))
         of_stages, each = layers_of_stages(model, parallel), 1 / (plan.num_slices * self.count * layers)
         passes = {"F": forward * each, "B": (backward - weights) * each, "W": weights * each}
-        shared = (
-            parallel.sequence_parallel_size
-            * parallel.context_parallel_size
-            * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+        tp, shared = (
+            parallel.tensor_model_parallel_size,
+            parallel.sequence_parallel_size * parallel.context_parallel_size,
         )
         element = {"float64": 8, "float32": 4}.get(self.config.precision.params_dtype, 2)
-        num_bytes = (
-            batch.micro_batch_size
-            * (model.seq_length or 0)
-            * (model.hidden_size or 0)
-            * element
-            / shared
-            / plan.num_slices
-        )
-        message = machine.seconds("send", "pp", self.pp, parallel.tensor_model_parallel_size, 1, num_bytes)
+        elements: float = batch.micro_batch_size * (model.seq_length or 0) * (model.hidden_size or 0)
+        elements /= shared * (tp if parallel.sequence_parallel else 1) * plan.num_slices
+        message = machine.seconds("send", "pp", self.pp, tp, 1, elements * element)
         last = sum(of_stages[stage] for stage in plan.stages_of(self.pp - 1))
         head = max(0.0, of_last / (self.count * plan.num_slices) - sum(passes.values()) * last)
+        one_stage = parallel.stages_per_pipeline_rank == 1
 
         def seconds(action: Action) -> float:
-            of_head = (
-                head
-                if action.kind == "B" and action.stage == plan.num_stages - 1 and parallel.stages_per_pipeline_rank == 1
-                else 0.0
-            )
-            return of_stages[action.stage] * passes[action.kind] + of_head
+            with_head = one_stage and action.kind == "B" and action.stage == plan.num_stages - 1
+            return of_stages[action.stage] * passes[action.kind] + head * with_head
 
         played = replay(plan, seconds, lambda action: message)
         return max(0.0, played.time - max(played.busy))
@@ -316,23 +279,20 @@ class _Deep:
         return (*stage[:_HALF], *stage[len(stage) - (most - _HALF) :])
 
     def _run(self, rank: int, stages: Sequence[Layers]) -> RankRun:
-        config, few = self.config, min(self.count, self._few_micro_batches)
+        config = self.config
+        enough = _PASSES if self.pp == 1 else 2 * self.pp * config.parallel.stages_per_pipeline_rank + 1
+        few = min(self.count, enough)
         if few < self.count:
             config = copy.copy(config)
             config.batch = copy.copy(config.batch)
-            config.batch.global_batch_size = (
-                few * config.batch.micro_batch_size * config.parallel.dp_size(self.world_size)
-            )
+            ranks = config.parallel.dp_size(self.world_size)
+            config.batch.global_batch_size = few * config.batch.micro_batch_size * ranks
         made = run_rank(config, self.world_size, self.kind, rank, stages=stages, machine=self.machine)
         return made if few == self.count else _repeated(made, few, self.count, self.pp)
 
-    @property
-    def _few_micro_batches(self) -> int:
-        return _PASSES if self.pp == 1 else 2 * self.pp * self.config.parallel.stages_per_pipeline_rank + 1
-
 
 def _continued(found: RankRun, base: RankRun, grown: RankRun, times: float) -> RankRun:
-    """Return a run with more layers: ``grown`` has some more than ``base``, and there are ``times`` as many more than in ``found``."""
+    """Return ``found`` with as many more layers as ``grown`` has beside those of ``base``, so many times."""
 
     def line(a: float, b: float, c: float) -> float:
         return a + times * (c - b)
@@ -342,38 +302,30 @@ def _continued(found: RankRun, base: RankRun, grown: RankRun, times: float) -> R
 
     segments = []
     for a, b, c in zip(found.segments, base.segments, _aligned(base.segments, grown.segments), strict=True):
-        first = c[0]
         calls, sent, spent = Counter[Any](), Counter[Any](), Counter[Any]()
-        launches = 0.0
         for one in c:
             calls.update(one.calls)
             sent.update(one.sent)
             spent.update(one.spent)
-            launches += one.launches
         segments.append(replace(
-            a, peak=line(a.peak, b.peak, first.peak), lines=sums(a.lines, b.lines, first.lines), calls=sums(a.calls, b.calls, calls),
-            sent=sums(a.sent, b.sent, sent), launches=line(a.launches, b.launches, launches), spent=sums(a.spent, b.spent, spent),
+            a, peak=line(a.peak, b.peak, c[0].peak), lines=sums(a.lines, b.lines, c[0].lines),
+            calls=sums(a.calls, b.calls, calls), sent=sums(a.sent, b.sent, sent), spent=sums(a.spent, b.spent, spent),
+            launches=line(a.launches, b.launches, sum(one.launches for one in c)),
         ))  # fmt: skip
-    host, of_optimizer = (
-        line(found.host, base.host, grown.host),
-        line(found.optimizer_host, base.optimizer_host, grown.optimizer_host),
-    )
+    host = line(found.host, base.host, grown.host)
+    of_optimizer = line(found.optimizer_host, base.optimizer_host, grown.optimizer_host)
     return RankRun(sums(found.resident, base.resident, grown.resident), segments, host, of_optimizer)
 
 
 def _aligned(base: list[Segment], grown: list[Segment]) -> list[list[Segment]]:
-    """Return for each segment of a run the one of a run with more layers, and behind it those that are there besides."""
-
-    def of_passes(segments: list[Segment]) -> dict[int, list[Segment]]:
-        found: dict[int, list[Segment]] = {}
-        for segment in segments:
-            found.setdefault(segment.of_pass, []).append(segment)
-        return found
-
-    found, theirs = list[list[Segment]](), of_passes(grown)
-    for number, mine in of_passes(base).items():
-        more, middle = theirs[number], (len(mine) + 1) // 2
-        added = len(more) - len(mine)
+    """Return for each segment of a run that of a run with more layers, and behind it those that are there besides."""
+    passes: dict[int, tuple[list[Segment], list[Segment]]] = {one.of_pass: ([], []) for one in base}
+    for index, segments in enumerate((base, grown)):
+        for one in segments:
+            passes[one.of_pass][index].append(one)
+    found = list[list[Segment]]()
+    for fewer, more in passes.values():
+        middle, added = (len(fewer) + 1) // 2, len(more) - len(fewer)
         assert added >= 0, "a run with more layers has no fewer segments"
         found += [[one] for one in more[:middle]]
         found[-1] += more[middle : middle + added]
@@ -384,24 +336,26 @@ def _aligned(base: list[Segment], grown: list[Segment]) -> list[list[Segment]]:
 def _repeated(run: RankRun, few: int, count: int, pp: int) -> RankRun:
     """Return a run of so many micro-batches, given one of a few: those between the first and the last are alike.
 
-    In a pipeline, whose passes are in many orders, what is sent within layers and between stages grows with the micro-batches.
+    In a pipeline, whose passes are in many orders, what is sent within layers and between stages grows with the
+    micro-batches.
     """
     data = Counter({"micro-batches": run.resident["micro-batches"] * (count / few - 1)})
     segments = []
     for segment in run.segments:
-        is_second = segment.of_pass in _SECOND
-        of_layers = 1 + (count - few) * is_second if pp == 1 else count / few if segment.phase != "update" else 1
-        of_others = of_layers if pp == 1 else 1
+        times: float = 1 + (count - few) * (segment.of_pass in _SECOND)
+        if pp > 1:
+            times = count / few if segment.phase != "update" else 1
+        of_others = times if pp == 1 else 1
         calls, sent = (
-            Counter(
-                {key: number * (of_layers if key[2] in _OF_LAYERS else of_others) for key, number in counter.items()}
-            )
+            Counter({key: n * (times if key[2] in _OF_LAYERS else of_others) for key, n in counter.items()})
             for counter in (segment.calls, segment.sent)
         )
-        segments.append(replace(
-            segment, peak=segment.peak + data.total(), lines=segment.lines + data, calls=calls, sent=sent,
-            launches=segment.launches * of_layers, spent=Counter({key: seconds * of_layers for key, seconds in segment.spent.items()}),
-        ))  # fmt: skip
+        spent = Counter({key: seconds * times for key, seconds in segment.spent.items()})
+        peak, launches = segment.peak + data.total(), segment.launches * times
+        lines = segment.lines + data
+        segments.append(
+            replace(segment, peak=peak, lines=lines, calls=calls, sent=sent, launches=launches, spent=spent)
+        )
     return RankRun(run.resident + data, segments, run.host, run.optimizer_host)
 
 
@@ -411,23 +365,14 @@ def _memory_plan(run: RankRun) -> MemoryPlan:
     for phase in ("forward", "backward", "update"):
         if of_phase := [segment for segment in run.segments if segment.phase == phase]:
             worst = max(of_phase, key=lambda segment: segment.peak)
-            lines = [
-                Line(name, round(size - run.resident[name]))
-                for name, size in worst.lines.items()
-                if size > run.resident[name]
-            ]
-            lines += [Line("rest", round(worst.peak) - sum(line.num_bytes for line in (*stays, *lines)))]
-            moments.append(
-                Moment(cast("Any", phase), _words(worst, of_phase), tuple(line for line in lines if line.num_bytes > 0))
-            )
+            more = {name: size - run.resident[name] for name, size in worst.lines.items()}
+            lines = [Line(name, round(size)) for name, size in more.items() if size > 0]
+            lines.append(Line("rest", round(worst.peak) - sum(line.num_bytes for line in (*stays, *lines))))
+            last = max(one.place for one in of_phase)
+            places = {-1: "its beginning", 0: "embedding", 1: "first layer", last: "head", last - 1: "last layer"}
+            name = "optimizer" if phase == "update" else places.get(worst.place, "in the middle")
+            moments.append(Moment(cast("Any", phase), name, tuple(line for line in lines if line.num_bytes > 0)))
     return MemoryPlan(stays, tuple(moments), round(run.host), round(run.optimizer_host))
-
-
-def _words(segment: Segment, of_phase: list[Segment]) -> str:
-    """Return where in a phase a segment is."""
-    last = max(one.place for one in of_phase)
-    places = {-1: "its beginning", 0: "embedding", 1: "first layer", last: "head", last - 1: "last layer"}
-    return "optimizer" if segment.phase == "update" else places.get(segment.place, "in the middle")
 
 
 def _set_layers(config: Config, stages: Sequence[Layers]) -> None:
@@ -439,8 +384,8 @@ def _set_layers(config: Config, stages: Sequence[Layers]) -> None:
 
 
 def run_rank(
-    config: Config, world_size: int, kind: Kind, rank: int = 0, *, stages: Sequence[Layers] | None = None, routed: RoutedRows | None = None,
-    machine: Machine | None = None,
+    config: Config, world_size: int, kind: Kind, rank: int = 0, *, stages: Sequence[Layers] | None = None,
+    routed: RoutedRows | None = None, machine: Machine | None = None,
 ) -> RankRun:  # fmt: skip
     """Take two steps as a rank of a job; there must be no process group yet.
 
@@ -469,31 +414,38 @@ def run_rank(
         return _Watch(step, device, Replay(config, machine)).second_step(config, batches())
 
 
+class _Mark(NamedTuple):
+    """Where a segment begins: numbers of the next entry of the trace, call, event and launch; and what it is of."""
+
+    trace: int
+    call: int
+    event: int
+    launch: int
+    of_pass: int
+    phase: Phase
+    unit: int
+
+
 class _Watch:
     """Records where the segments of a step begin, and what it does in them."""
 
     def __init__(self, step: TrainStep, device: FakeDevice, clock: Replay) -> None:
         self.step, self.device, self.clock, self.number = step, device, clock, 0
-        self.marks: list[
-            tuple[int, int, int, int, int, Phase, int]
-        ] = []  # (of trace, of calls, of events, launches, pass, phase, unit)
+        self.marks = list[_Mark]()
         self.resident = Counter[str]()
 
     def second_step(self, config: Config, micro_batches: list[dict[str, Tensor]]) -> RankRun:
         """Take the step, and return what it did."""
         step, device = self.step, self.device
         device.keeps_time = True
-        start, inner, before = (
-            step.gradients.start_step,
-            step.events,
-            (len(device.calls), len(device.events), device.launches),
-        )
+        start, inner = step.gradients.start_step, step.events
+        before = len(device.calls), len(device.events), device.launches
 
         def begin() -> None:
             start()
             self.resident = device.restart(_owners(step, micro_batches))
             self._enter("forward")
-            self.marks[0] = (0, *before, *self.marks[0][4:])
+            self.marks[0] = _Mark(0, *before, *self.marks[0][4:])
 
         def before_use(unit: int) -> None:
             self._mark(unit)
@@ -501,39 +453,26 @@ class _Watch:
 
         step.gradients.start_step = begin  # type: ignore[method-assign]
         step.events = cast("Any", SimpleNamespace(before_use=before_use, backward_done=inner.backward_done))
-        clock = SimpleNamespace(now=lambda: None)
-        step.recorder = cast(
-            "Any",
-            SimpleNamespace(
-                enter=self._enter, start_step=lambda: None, end_step=lambda: None, recording=True, clock=clock
-            ),
-        )
+        idle, clock = lambda: None, SimpleNamespace(now=lambda: None)
+        recorder = SimpleNamespace(enter=self._enter, start_step=idle, end_step=idle, recording=True, clock=clock)
+        step.recorder = cast("Any", recorder)
         _take(step, config, 2, micro_batches)
-        self.last = len(device.events)  # what is under way goes on in the next step
+        last = len(device.events)  # what is under way goes on in the next step
         step.weights.settle()
         step.events = inner
-        return self._read(before[1])
+        return self._read(before[1], last)
 
     def _enter(self, phase: Phase) -> None:
         self.number, self.device.phase = self.number + 1, phase
         self._mark(-1)
 
     def _mark(self, unit: int) -> None:
-        device = self.device
-        self.marks.append(
-            (
-                len(device.trace),
-                len(device.calls),
-                len(device.events),
-                device.launches,
-                self.number,
-                cast("Phase", device.phase),
-                unit,
-            )
-        )
+        device, phase = self.device, cast("Phase", self.device.phase)
+        next_ones = len(device.trace), len(device.calls), len(device.events), device.launches
+        self.marks.append(_Mark(*next_ones, self.number, phase, unit))
 
-    def _read(self, first: int) -> RankRun:
-        """Return the step; ``first``: number of its first event."""
+    def _read(self, first: int, last: int) -> RankRun:
+        """Return the step; ``first``, ``last``: numbers of its events."""
         device, lines, segments = self.device, Counter(self.resident), list[Segment]()
         labels = {number: _part(place) for place, number in device.places.items()}
         places = {number: place for place, number in device.places.items()}
@@ -542,34 +481,27 @@ class _Watch:
         for index, one in enumerate(device.calls):
             group, ranks = names.get(getattr(one.group, "group_name", ""), ("pp", 2))
             known = {"sp": "heads", "cp": "keys and values"}.get(group, "") if one.op == "all_to_all" else ""
-            kind = _kind(places[one.place], known)
-            keys[index] = (kind, one.op, group, ranks), one.num_bytes
-        ends = [*self.marks[1:], (len(device.trace), len(device.calls), self.last, device.launches, 0, "update", -1)]
-        waited = {event.call for event in device.events[:first] if event.is_wait}
-        self.clock.start(
-            [event.call for event in device.events[:first] if event.cost is None and event.call not in waited], keys
-        )
-        for (at, call, event, launches, number, phase, unit), (end, last_call, last_event, last_launches, *_) in zip(
-            self.marks, ends, strict=True
-        ):
-            peak, held = live, None
-            where = at
-            for index in range(at, end):
-                live += device.trace[index][0]
-                if live > peak:
-                    peak, where = live, index + 1
-            for index in range(at, end):
-                if index == where:
-                    held = Counter(lines)
-                lines[labels[device.trace[index][1]]] += device.trace[index][0]
-            held = held or Counter(lines)
+            keys[index] = (_kind(places[one.place], known), one.op, group, ranks), one.num_bytes
+        earlier = device.events[:first]
+        waited = {event.call for event in earlier if event.is_wait}
+        self.clock.start([e.call for e in earlier if e.cost is None and e.call not in waited], keys)
+        end = _Mark(len(device.trace), len(device.calls), last, device.launches, 0, "update", -1)
+        for mark, following in pairwise([*self.marks, end]):
+            entries = device.trace[mark.trace : following.trace]
+            after = list(accumulate((size for size, _ in entries), initial=live))
+            peak, live = max(after), after[-1]
+            held, at_peak = Counter(lines), after.index(peak)
+            for number, (size, place) in enumerate(entries, 1):
+                lines[labels[place]] += size
+                held = Counter(lines) if number == at_peak else held
             calls, sent = Counter[Any](), Counter[Any]()
-            for index in range(call, last_call):
+            for index in range(mark.call, following.call):
                 key, num_bytes = keys[index]
                 calls[key] += 1
                 sent[key] += num_bytes
-            spent = self.clock.of(device.events[event:last_event], keys, phase == "update")
-            segments.append(Segment(number, phase, unit, peak, held, calls, sent, last_launches - launches, spent))
+            spent = self.clock.of(device.events[mark.event : following.event], keys, mark.phase == "update")
+            launches = following.launch - mark.launch
+            segments.append(Segment(*mark[4:], peak, held, calls, sent, launches, spent))
         of_optimizer = sum(size for place, size in device.host.items() if places[place].startswith("optim/"))
         return RankRun(self.resident, segments, device.host.total() - of_optimizer, of_optimizer)
 
@@ -584,10 +516,8 @@ def _owners(step: TrainStep, micro_batches: list[dict[str, Tensor]]) -> dict[int
     name("micro-batches", (t for batch in micro_batches for t in batch.values()))
     if step.weights.stage == 3:
         name("buffers for whole parameters", tree_leaves(step.weights._buffers))
-    name(
-        "optimizer state",
-        tree_leaves([vars(state) if hasattr(state, "__dict__") else state for state in step.optimizer.states]),
-    )
+    states = [vars(state) if hasattr(state, "__dict__") else state for state in step.optimizer.states]
+    name("optimizer state", tree_leaves(states))
     name("master weights", (unit.master for unit in units))
     name("parameters", (t for unit in units for t in (unit.params, unit.local_params, unit.local_frozen)))
     return of
@@ -598,13 +528,13 @@ def _part(place: str) -> str:
     if place.startswith("="):
         return place[1:]
     file, _, phase = place.partition("|")
-    part = next((part for start, part in _PARTS.items() if file.startswith(start)), "other tensors")
+    part = next((part for part, starts in _PARTS if file.startswith(starts)), "other tensors")
     return part if part in _WHOLE else f"{part}, {phase}"
 
 
 def _kind(place: str, known: str) -> str:
     file, _, phase = place.partition("|")
-    kind = known or next((kind for start, kind in _KINDS.items() if file.startswith(start)), file.partition(":")[0])
+    kind = known or next((kind for kind, starts in _KINDS if file.startswith(starts)), file.partition(":")[0])
     return f"{kind}, {phase}" if kind in ("heads", "keys and values", "rows of experts") else kind
 
 
@@ -614,9 +544,11 @@ def _names_of_groups(step: TrainStep) -> dict[str, tuple[str, int]]:
     replicas = "dp x sp" if groups.cp.size() == 1 else "dp x cp x sp"
     ep: Any = getattr(cast("Any", step.model), "layout", SimpleNamespace(ep=None)).ep
     named: list[tuple[str, Any]] = [
-        ("tp", groups.tp), ("sp", groups.sp), ("cp", groups.cp), (replicas, groups.dp_cp_sp), ("pp x tp", groups.pp_tp),
-        ("ends", groups.ends), ("world", groups.world), ("ep", getattr(ep, "group", None)), ("tokens", getattr(ep, "tokens", None)),
-        (f"{replicas} / {ep.size if ep else 1}", getattr(ep, "replicas", None)), ("sequence", getattr(ep, "sequence", None)),
+        ("tp", groups.tp), ("sp", groups.sp), ("cp", groups.cp), (replicas, groups.dp_cp_sp),
+        ("pp x tp", groups.pp_tp), ("ends", groups.ends), ("world", groups.world),
+        ("ep", getattr(ep, "group", None)), ("tokens", getattr(ep, "tokens", None)),
+        (f"{replicas} / {ep.size if ep else 1}", getattr(ep, "replicas", None)),
+        ("sequence", getattr(ep, "sequence", None)),
     ]  # fmt: skip
     for name, group in named:
         if group is not None and hasattr(group, "group_name"):
@@ -630,7 +562,7 @@ def _names_of_groups(step: TrainStep) -> dict[str, tuple[str, int]]:
 def _build(
     config: Config, device: FakeDevice, undo: ExitStack, stages: Sequence[Layers] | None, routed: RoutedRows | None
 ) -> TrainStep:  # fmt: skip
-    """Put a run's model, optimizer and step together, as ``training/run.py`` does, without trying and timing what there may be."""
+    """Put a run's model, optimizer and step together, as ``training/run.py`` does, without timing any alternatives."""
     task = bert_task(config) if config.model.is_bert else GPT
     plain = task.build_model
 
@@ -651,8 +583,9 @@ def _build(
         _route(config, undo, routed)
     faults = SimpleNamespace(at=lambda *_: None, poisons=lambda *_: False, faults=())
     context = cast("Any", SimpleNamespace(
-        config=config, groups=groups, task=replace(task, build_model=build_model), faults=faults, sizes="given", run_dir=None,
-        peers=SimpleNamespace(parts=[]), console=SimpleNamespace(line=lambda _: None), watchdog=SimpleNamespace(),
+        config=config, groups=groups, task=replace(task, build_model=build_model), faults=faults, sizes="given",
+        run_dir=None, peers=SimpleNamespace(parts=[]), console=SimpleNamespace(line=lambda _: None),
+        watchdog=SimpleNamespace(),
     ))  # fmt: skip
     attention = _attention(config, device)
     layout = run.choose_layout(context, None, attention)
@@ -664,12 +597,10 @@ def _attention(config: Config, device: FakeDevice) -> AttentionChoice:
     kernels, use = config.kernels, use_of(config, device.device)
     if kernels.attention_backend in ("unfused", "local") or (device.kind == "cuda" and known_lack("sdpa", use)):
         kernel = AttentionKernel("reference", "")
+    elif device.kind == "cuda":
+        kernel = AttentionKernel("sdpa", "")
     else:
-        kernel = (
-            AttentionKernel("sdpa", "")
-            if device.kind == "cuda"
-            else choose_kernel("auto", "cpu", use.dtype, use.dropout, use)
-        )
+        kernel = choose_kernel("auto", "cpu", use.dtype, use.dropout, use)
     repeated = None
     if kernels.recompute_granularity == "full":
         why = attention_ops.why_repeated(kernel.name, use.device, use.dtype, use.head_dim, use.dropout)
@@ -678,7 +609,7 @@ def _attention(config: Config, device: FakeDevice) -> AttentionChoice:
 
 
 def takes_flash2(config: Config) -> bool:
-    """Return whether the flags leave nothing newer: other kernels have no dropout, and torch keeps cuDNN out of deterministic runs."""
+    """Return whether the flags leave nothing newer: other kernels have no dropout, and cuDNN is not deterministic."""
     backend, drops = config.kernels.attention_backend, config.model.attention_dropout > 0
     if backend == "flash2" or (backend == "flash" and drops):
         return True
@@ -687,9 +618,8 @@ def takes_flash2(config: Config) -> bool:
 
 def _kernels(norm: Any, uses_triton: bool) -> FusedKernels:
     name: Any = "triton" if uses_triton else "torch"
-    return FusedKernels(
-        None, None if norm is None else FusedKernel(norm.kind, name, ""), FusedKernel(ELEMENTWISE, name, "")
-    )
+    of_norm = None if norm is None else FusedKernel(norm.kind, name, "")
+    return FusedKernels(None, of_norm, FusedKernel(ELEMENTWISE, name, ""))
 
 
 def _route(config: Config, undo: ExitStack, routed: RoutedRows | None) -> None:
@@ -701,11 +631,11 @@ def _route(config: Config, undo: ExitStack, routed: RoutedRows | None) -> None:
             counts._coming.wait()
             ep, chunks, own = counts._ep.size, len(counts._chunks), counts._own
             rows = routed or even_rows(model, ep, len(counts._chosen), load)
-            each, mine = round(rows.choices / (own * ep * chunks)), counts._ep.rank
+            each, this_rank = round(rows.choices / (own * ep * chunks)), counts._ep.rank
 
             def of(others: float) -> Any:
-                there = [round((rows.own if rank == mine else others / max(1, ep - 1)) / chunks) for rank in range(ep)]
-                return [[[each] * own + [there[rank]]] * chunks for rank in range(ep)]
+                to = [rows.own if rank == this_rank else others / max(1, ep - 1) for rank in range(ep)]
+                return [[[each] * own + [round(to[rank] / chunks)]] * chunks for rank in range(ep)]
 
             counts.numbers = [of(rows.to_others), of(rows.from_others)]
         return plain(counts)
@@ -722,13 +652,8 @@ def _batches(config: Config, groups: ParallelGroups, device: FakeDevice) -> Call
         return torch.empty(size, dtype=dtype, device=device.device)
 
     def one() -> dict[str, Tensor]:
-        made = {
-            "tokens": empty(b, s),
-            "labels": empty(b, s),
-            "loss_mask": empty(b, s, dtype=torch.float32),
-            "sample_ids": empty(b),
-        }
-        made |= {"types": empty(b, s)} if model.is_bert else {}
+        made = {"tokens": empty(b, s), "labels": empty(b, s), "sample_ids": empty(b)}
+        made |= {"loss_mask": empty(b, s, dtype=torch.float32)} | ({"types": empty(b, s)} if model.is_bert else {})
         return made | ({"order": empty(b)} if model.has_order_head else {})
 
     return lambda: [one() for _ in range(max(1, (batch.global_batch_size or each) // each))]
@@ -746,11 +671,9 @@ def main() -> int:
     asked = json.load(sys.stdin)
     config, _ = Config.from_dict(asked["config"])
     found = predict(config, asked["world_size"], asked["kind"])
-    traffic = found.traffic
-    print(json.dumps({
-        "predicted_bytes": with_saves(found.memory, config, asked["world_size"], asked["kind"]).peak, "sent_bytes": traffic.num_bytes,
-        "can_hide_bytes": traffic.can_hide, "collectives": traffic.number,
-    }))  # fmt: skip
+    memory, traffic = with_saves(found.memory, config, asked["world_size"], asked["kind"]), found.traffic
+    answer = {"predicted_bytes": memory.peak, "sent_bytes": traffic.num_bytes, "can_hide_bytes": traffic.can_hide}
+    print(json.dumps({**answer, "collectives": traffic.number}))
     return 0
 
 

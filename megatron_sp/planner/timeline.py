@@ -1,18 +1,19 @@
 """Time of a step, by replaying what a rank did in it: operators, collectives, and where it waited for them.
 
-    product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not full or the
-                 inner dimension is short
-    attention    FLOPs of the pairs that the mask leaves, at the kernel's own rate; lower for narrow heads and short sequences
+    product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not
+                 full or the inner dimension is short
+    attention    FLOPs of the pairs that the mask leaves, at the kernel's rate; lower for narrow heads, short sequences
     the rest     bytes / memory rate
 
 Collectives of a link come one after another. One that is waited for before it has ended exposes what is left of it; the
 rest was hidden under what ran meanwhile, and slows that down by the share of its multiprocessors that NCCL takes. With
---nccl-sp-ctas and --nccl-dp-ctas it takes no more than those, and moves no more than their share of what a link carries.
+--nccl-sp-ctas and --nccl-dp-ctas it takes no more than those, and moves no more than their share of what a link
+carries.
 
 Python runs ahead of a GPU, so a step takes as long as the slower of the two. Its time does not depend on the size of
-anything: ``host_ms`` for each layer of a micro-batch, as much again for embedding, head and update together, a third of it for a
-forward pass that is repeated, and ``_EXCHANGE`` of it for each of Ulysses' exchanges. Steps that can be captured (--cuda-graphs) are
-launched without Python.
+anything: ``host_ms`` for each layer of a micro-batch, as much again for embedding, head and update together, a third of
+it for a forward pass that is repeated, and ``_EXCHANGE`` of it for each of Ulysses' exchanges. Steps that can be
+captured (--cuda-graphs) are launched without Python.
 """
 
 from __future__ import annotations
@@ -30,11 +31,8 @@ from megatron_sp.config.schema import Config
 from megatron_sp.planner.hardware import Gpu
 from megatron_sp.planner.machine import Machine
 
-_TILES = (
-    (128, 256, 1.0),
-    (128, 128, 0.88),
-    (64, 128, 0.7),
-)  # tiles of a product's kernels, and the share of the rate that they reach
+# tiles of a product's kernels, and the share of the rate that they reach
+_TILES = ((128, 256, 1.0), (128, 128, 0.88), (64, 128, 0.7))
 _SHORT_INNER = 96  # inner dimension at which half of the rate is lost to a tile's start and end
 _SHORT_SEQUENCE = 256  # sequence at which attention loses half of its rate
 _NARROW, _WIDE = 64, 128  # head widths
@@ -55,13 +53,10 @@ class Product(NamedTuple):
 
     def seconds(self, gpu: Gpu) -> float:
         """Time on a device."""
-        flops, moved = (
-            2.0 * self.m * self.n * self.k,
-            self.element * (self.m * self.k + self.k * self.n + self.m * self.n),
-        )
+        flops, elements = 2.0 * self.m * self.n * self.k, self.m * self.k + self.k * self.n + self.m * self.n
         rate = gpu.matmul_tflops * 1e12 * _filled(gpu.units, self.m, self.n, self.number)
         rate *= self.k / (self.k + _SHORT_INNER) if gpu.units else 1.0
-        return self.number * max(flops / rate, moved / (gpu.memory_gbs * 1e9)) + gpu.launch_us * 1e-6
+        return self.number * max(flops / rate, self.element * elements / (gpu.memory_gbs * 1e9)) + gpu.launch_us * 1e-6
 
 
 class Scores(NamedTuple):
@@ -79,10 +74,8 @@ class Scores(NamedTuple):
         rate *= gpu.flash2_share if self.is_older else 1.0
         share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - self.width) / (_WIDE - _NARROW)))
         share *= self.length / (self.length + _SHORT_SEQUENCE) if gpu.units else 1.0
-        return (
-            4.0 * self.pairs * self.width * (2.5 if self.is_backward else 1) / (rate * 1e12 * share)
-            + gpu.launch_us * 1e-6
-        )
+        flops = 4.0 * self.pairs * self.width * (2.5 if self.is_backward else 1)
+        return flops / (rate * 1e12 * share) + gpu.launch_us * 1e-6
 
 
 class Moved(NamedTuple):
@@ -93,9 +86,8 @@ class Moved(NamedTuple):
 
     def seconds(self, gpu: Gpu) -> float:
         """Time on a device."""
-        rate = {"activation": gpu.activation_gbs, "update": gpu.update_gbs}.get(
-            self.kind, 0.0
-        ) or gpu.memory_gbs * _ELEMENTWISE
+        measured = {"activation": gpu.activation_gbs, "update": gpu.update_gbs}.get(self.kind, 0.0)
+        rate = measured or gpu.memory_gbs * _ELEMENTWISE
         return self.num_bytes / (rate * 1e9) + (gpu.launch_us * 1e-6 if gpu.units else 0.0)
 
 
@@ -115,7 +107,7 @@ def _filled(units: int, m: int, n: int, count: int = 1) -> float:
 
 
 def tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts; torch's own function for all kinds of trees takes far longer."""
+    """Return the tensors in nested lists, tuples and dicts, far faster than torch's function for all kinds of trees."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
@@ -137,7 +129,8 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 
 def cost_of(
-    name: str, arguments: Sequence[str], writes: Sequence[int], args: Any, kwargs: Any, result: Any, is_older: bool, kind: str
+    name: str, arguments: Sequence[str], writes: Sequence[int], args: Any, kwargs: Any, result: Any, is_older: bool,
+    kind: str,
 ) -> Cost | None:  # fmt: skip
     """Return the cost of an operator; None: it only makes room.
 
@@ -171,39 +164,26 @@ def _scores(name: str, given: dict[str, Any], is_older: bool) -> Scores:
         if q.dim() == 3:
             queries, keys = (given.get(side) or length for side, length in (("max_q", queries), ("max_k", keys)))
     window = given.get("window_size_left")
-    seen = float(keys) if window is None or window < 0 else min(float(window + 1), keys)
+    is_whole = window is None or window < 0
+    seen = float(keys) if is_whole else min(float(window + 1), keys)  # type: ignore[operator]
     if given.get("is_causal"):
-        seen -= (
-            min(seen, queries) ** 2
-            / (2 * max(queries, 1))
-            * (1.0 if window is None or window < 0 else seen / max(min(seen, queries), 1))
-        )
+        corner = min(seen, queries)
+        seen -= corner**2 / (2 * max(queries, 1)) * (1.0 if is_whole else seen / max(corner, 1))
     return Scores(q.numel() / q.shape[-1] * seen, q.shape[-1], queries, "backward" in name, is_older)
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Collectives of one kind in one step.
+    """Collectives of one kind in one step."""
 
-    Attributes:
-        kind: description of the data.
-        op: collective operation.
-        group: name of the group.
-        ranks: size of the group.
-        number: number of collectives.
-        num_bytes: total bytes sent by one rank, in rings.
-        can_hide: number of these bytes that are on their way while something is computed.
-        under: what that mostly is; "" if there is nothing.
-    """
-
-    kind: str
+    kind: str  # what the data are
     op: str
     group: str
     ranks: int
     number: int
-    num_bytes: int
-    can_hide: int = 0
-    under: str = ""
+    num_bytes: int  # sent by one rank, in rings
+    can_hide: int = 0  # of these, bytes that are on their way while something is computed
+    under: str = ""  # what that mostly is; "" if there is nothing
 
 
 @dataclass(frozen=True)
@@ -228,14 +208,14 @@ class TrafficPlan:
         return sum(flow.can_hide for flow in self.flows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plan for ``--dry-run json``."""
+        """Return the plan for JSON."""
         totals = {"number": self.number, "num_bytes": self.num_bytes, "can_hide": self.can_hide}
         return {**totals, "flows": [asdict(flow) for flow in self.flows]}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One kind of communication of a step: the link's name, its time without overlap, and the part that is hidden under computation."""
+    """One kind of communication of a step: its link, time without overlap, and the part hidden under computation."""
 
     flow: Flow
     link: str
@@ -250,29 +230,18 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of one step on one rank in seconds, by cause.
+    """Time of one step on one rank in seconds, by cause."""
 
-    Attributes:
-        products, attention, memory: computation, recomputation included.
-        recompute: part of these that is recomputation.
-        update: gradient norm and optimizer.
-        python: time that Python takes to launch all of it.
-        overlap: slowdown of computation by communication that it hides.
-        copies: exposed copies of activations to host memory and back.
-        exchanges: communication by kind.
-        bubble: time that a pipeline's busiest rank waits for others.
-    """
-
-    products: float
+    products: float  # like attention and memory, with recomputation
     attention: float
     memory: float
-    recompute: float
-    update: float
-    python: float
-    overlap: float
-    copies: float
+    recompute: float  # of these three
+    update: float  # gradient norm and optimizer
+    python: float  # that launches all of it
+    overlap: float  # slowdown of computation by communication that it hides
+    copies: float  # of activations to host memory and back, exposed
     exchanges: tuple[Exchange, ...]
-    bubble: float = 0.0
+    bubble: float = 0.0  # for which a pipeline's busiest rank waits
 
     @property
     def exposed(self) -> float:
@@ -298,8 +267,9 @@ class StepTime:
     def bound(self) -> str:
         """Text with the cause that takes most of the time."""
         parts = {
-            "matrix products": self.products, "attention": self.attention, "memory bandwidth": self.memory + self.update,
-            "Python and launches": self.host, "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
+            "matrix products": self.products, "attention": self.attention,
+            "memory bandwidth": self.memory + self.update, "Python and launches": self.host,
+            "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
             "bubble of the pipeline": self.bubble,
         }  # fmt: skip
         name = max(parts, key=lambda part: parts[part])
@@ -319,12 +289,7 @@ class Event(NamedTuple):
 
 
 class Replay:
-    """The clock of a rank on a machine; ``of`` goes on where the last call has ended.
-
-    Args:
-        machine: None: one without links and any time, of which it is known what can hide.
-        tp, sp: sizes of the axes.
-    """
+    """The clock of a rank on a machine (None: one without times, of which it is known what can hide)."""
 
     def __init__(self, config: Config, machine: Machine | None) -> None:
         self._config, self._machine, self._parallel = config, machine, config.parallel
@@ -347,10 +312,9 @@ class Replay:
         return taken
 
     def of(self, events: Sequence[Event], calls: dict[int, tuple[Key, int]], is_update: bool) -> Counter[Any]:
-        """Return the seconds of a stretch of a step by cause, and the bytes that can hide by (key, under what)."""
+        """Go on by a stretch of a step; return its seconds by cause, and the bytes that can hide by (key, under what)."""
         found: Any = Counter()
-        machine = self._machine
-        gpu = machine.gpu if machine is not None else _SOME_GPU
+        gpu = self._machine.gpu if self._machine is not None else _SOME_GPU
         for cost, call, is_wait, is_weight in events:
             if cost is not None:
                 seconds = cost.seconds(gpu) / (1.0 if is_update else gpu.sustained)
@@ -399,20 +363,18 @@ def share_of_units(config: Config, machine: Machine, group: str) -> float:
 
 
 def flows_of(sent: dict[Key, tuple[float, float]], spent: Counter[Any]) -> tuple[Flow, ...]:
-    """Return collectives by kind, the largest first; ``sent``: number and bytes, ``spent``: sums of what ``Replay.of`` has returned."""
+    """Return collectives by kind, the largest first, of numbers and bytes, and sums of what ``Replay.of`` returns."""
     found = []
     for key, (number, num_bytes) in sent.items():
         hides = {entry[2]: amount for entry, amount in spent.items() if entry[0] == "hides" and entry[1] == key}
-        under = max(hides, key=lambda name: hides[name]) if hides else ""
-        found.append(
-            Flow(*key, round(number), round(num_bytes), min(round(num_bytes), round(sum(hides.values()))), under)
-        )
+        under, can_hide = max(hides, key=lambda name: hides[name]) if hides else "", min(num_bytes, sum(hides.values()))
+        found.append(Flow(*key, round(number), round(num_bytes), round(can_hide), under))
     return tuple(sorted(found, key=lambda flow: -flow.num_bytes))
 
 
 def assemble(
-    config: Config, machine: Machine, spent: Counter[Any], flows: Sequence[Flow], *, layers: int, count: int, again: float,
-    host_bytes: float, forward: float, backward: float, recomputed: float, bubble: float = 0.0,
+    config: Config, machine: Machine, spent: Counter[Any], flows: Sequence[Flow], *, layers: int, count: int,
+    again: float, host_bytes: float, forward: float, backward: float, recomputed: float, bubble: float = 0.0,
 ) -> StepTime:  # fmt: skip
     """Return the time of a step.
 
@@ -433,9 +395,8 @@ def assemble(
         exchanges.append(Exchange(flow, link, seconds, hidden))
     slowed = sum(e.hidden * gpu.overlap_cost * share_of_units(config, machine, e.flow.group) for e in exchanges)
     is_captured = config.kernels.cuda_graphs != "off" and not obstacles(config)
-    of_sp = sum(flow.number for flow in flows if flow.group == "sp" and flow.op == "all_to_all") / (
-        max(1, layers) * count
-    )
+    of_sp: float = sum(flow.number for flow in flows if flow.group == "sp" and flow.op == "all_to_all")
+    of_sp /= max(1, layers) * count
     python = 0.0 if is_captured else 1e-3 * gpu.host_ms * count * (layers * (1 + again / 3 + _EXCHANGE * of_sp) + 1)
     copied = host_bytes / (gpu.host_gbs * 1e9) * count
     copies = max(0.0, copied - forward) + max(0.0, copied - backward)

@@ -120,7 +120,8 @@ def compare(cases: list[Layout], want: list[list[dict[str, float]]], evenly: boo
 def check(tmp_path: Path, cases: list[Layout], *, evenly: bool) -> None:
     """Predict in this process, which has no group, and measure in those of the ranks."""
     want = [
-        [{"resident": run.stays, "peak": run.peak} for run in predicted(case, forms.SHAPE, forms.BATCH, evenly=evenly)] for case in cases
+        [{"resident": run.resident.total(), "peak": run.peak} for run in predicted(case, forms.SHAPE, forms.BATCH, evenly=evenly)]
+        for case in cases
     ]
     run_ranks(compare, cases[0].ranks, tmp_path, cases, want, evenly)
 
