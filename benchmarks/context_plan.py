@@ -30,7 +30,7 @@ from common import REPOSITORY
 from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
 from megatron_sp.parallel.heads import deal
 from megatron_sp.parallel.row_mask import RowMask, Runs, merge_runs
-from megatron_sp.planner.context_picture import context_svg
+from megatron_sp.planner.context_rows import context_svg
 
 CHUNKS = (1, 2, 4, 8, 16)
 PAIRS_PER_ROW = (128, 512, 2048, 8192)

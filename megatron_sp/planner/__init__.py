@@ -1,1 +1,1 @@
-"""Planner (``megatron-sp plan``): enumerate the layouts of a model on given GPUs, predict memory and time, show the fastest that fit."""
+"""Planner (``megatron-sp plan``): predict memory and time of all layouts of a model on given GPUs, show the fastest."""

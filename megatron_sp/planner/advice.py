@@ -1,4 +1,4 @@
-"""Advice if no layout fits: the memory that is missing, and changes that help, each evaluated before it is suggested."""
+"""Advice if no layout fits: the memory that is missing, and changes that help, each tried before it is suggested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_sp.planner.parallel_plans import (
     micro_batches,
     most_saving,
     savings,
-)
+)  # fmt: skip
 from megatron_sp.planner.search import num_groups
 
 _NUMBER = 3
@@ -60,7 +60,7 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Par
 
 
 def find_changes(base: Config, given: Given, machine: Machine) -> list[Change]:
-    """Return up to three changes, sufficient ones first: each change alone and, if fewer than three suffice, mild ones combined."""
+    """Return up to three changes, sufficient ones first: each alone and, if these do not suffice, mild ones combined."""
     now = least_memory(base, given, machine)
     tried = list(_tried(base, given, machine, now[0] if now else 0))
     found = [change for change, _ in tried]
@@ -85,7 +85,7 @@ _State = tuple[Config, Given, Machine]
 
 
 def _tried(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[Change, _State]]:
-    """Yield each change that helps, and the state after it; ``now``: bytes needed without a change; 0: no layout is valid."""
+    """Yield each change that helps, and the state after it; ``now``: bytes needed without one (0: none is valid)."""
     for what, config, fixed, where in _changes(base, given, machine, now):
         least = least_memory(config, fixed, where)
         if least is not None and (not now or least[0] < 0.97 * now or where.memory_bytes > machine.memory_bytes):
@@ -93,7 +93,7 @@ def _tried(base: Config, given: Given, machine: Machine, now: int) -> Iterator[t
 
 
 def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[str, Config, Given, Machine]]:
-    """Yield (words, configuration, fixed fields, machine) for each change, mildest first; ``now``: bytes needed without a change."""
+    """Yield (words, configuration, fixed fields, machine) for each change, mildest first; ``now``: bytes needed now."""
     for pair in sorted(given & _LAYOUT_FIELDS):
         yield f"leave --{pair[1].replace('_', '-')} to the planner", _freed(base, pair), given - {pair}, machine
     if base.precision.params_dtype == "float32":
@@ -105,9 +105,8 @@ def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator
         config.kernels.offload_activations = True
         yield "--offload-activations", config, given, machine
     yield from _more_gpus(base, given, machine)
-    bigger = sorted(
-        (gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory_bytes), key=lambda gpu: gpu.memory_bytes
-    )
+    bigger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory_bytes]
+    bigger.sort(key=lambda gpu: gpu.memory_bytes)
     if bigger and not machine.is_cpu:
         enough = [gpu for gpu in bigger if now <= gpu.memory_bytes]
         gpu = (enough or bigger[-1:])[0]
@@ -132,9 +131,8 @@ def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[s
         where = replace(machine, gpus=machine.gpus * times, nodes=nodes)
         config = copy.deepcopy(base)
         fixed = ("batch", "global_batch_size") in given or machine.is_cpu
-        config.batch.global_batch_size = (
-            (base.batch.global_batch_size or 1) * times if fixed else default_batch(base, where.gpus)
-        )
+        larger_batch = (base.batch.global_batch_size or 1) * times
+        config.batch.global_batch_size = larger_batch if fixed else default_batch(base, where.gpus)
         least = least_memory(config, given, where)
         if (least is not None and least[0] <= machine.memory_bytes) or doublings == _MOST_GPUS:
             more = f" --nodes {nodes}" if nodes > 1 else ""
@@ -143,21 +141,11 @@ def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[s
             return
 
 
-_LAYOUT_FIELDS = frozenset(
-    [
-        ("parallel", name)
-        for name in (
-            "tensor_model_parallel_size",
-            "sequence_parallel_size",
-            "context_parallel_size",
-            "zero_stage",
-            "sequence_parallel",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-        )
-    ]
-    + [("kernels", "recompute_granularity"), ("batch", "micro_batch_size")]
-)
+_AXES = ("tensor_model", "sequence", "context", "pipeline_model", "expert_model")
+_LAYOUT_FIELDS = frozenset([
+    *(("parallel", f"{name}_parallel_size") for name in _AXES), ("parallel", "zero_stage"),
+    ("parallel", "sequence_parallel"), ("kernels", "recompute_granularity"), ("batch", "micro_batch_size"),
+])  # fmt: skip
 
 
 def _freed(base: Config, pair: tuple[str, str]) -> Config:

@@ -1,4 +1,4 @@
-"""Calibration for ``--gpu cpu-core``: the rates of this machine's processes, measured in a few seconds, all processes at once as in a run.
+"""Calibration for ``--gpu cpu-core``: the rates of this machine's processes, measured in a few seconds, all at once.
 
 Each process has its share of the cores, as in ``training/setup.py``; with more processes than cores the rates are lower
 accordingly. Matrix products and attention of the model's own shape, the activation and a norm, AdamW, and small and
@@ -51,9 +51,8 @@ def measure_machine(processes: int, base: Config, reserve_gib: float | None = No
     """
     cores = num_cores()
     if processes > 4 * cores:
-        raise ConfigError(
-            f"--gpus ({processes}) must be at most four times the cores of this machine ({cores}) with --gpu {CPU}"
-        )
+        rule = f"must be at most four times the cores of this machine ({cores}) with --gpu {CPU}"
+        raise ConfigError(f"--gpus ({processes}) {rule}")
     times = _measure(processes, max(1, cores // processes), base, rounds)
     memory = (host_memory_bytes() or _UNKNOWN_MEMORY) // processes
     gpu, link = rates(times, base, memory, processes)
@@ -68,11 +67,13 @@ def rates(times: Times, base: Config, memory: int, processes: int) -> tuple[Gpu,
     once = _LARGE * (processes - 1) / processes
     moved = once + 2 * once  # an all_to_all and an all_reduce
     gbs = moved / max(large - 2 * small, 0.1 * large) / 1e9 if large else 1.0
+    forward = shape.attention_flops / times["attention forward"] / 1e12
+    backward = 2.5 * shape.attention_flops / times["attention backward"] / 1e12
+    activation, update = shape.activation_bytes / times["activation"], _ELEMENTS * 28 / times["update"]
     gpu = Gpu(
-        CPU, memory, matmul, matmul, shape.attention_flops / times["attention forward"] / 1e12,
-        2.5 * shape.attention_flops / times["attention backward"] / 1e12, shape.norm_bytes / times["norm"] / 1e9, 0, "loopback",
+        CPU, memory, matmul, matmul, forward, backward, shape.norm_bytes / times["norm"] / 1e9, 0, "loopback",
         "measured now", narrow_heads=1.0, launch_us=5.0, host_ms=0.0, overlap_cost=1.0, sustained=1.0,
-        activation_gbs=shape.activation_bytes / times["activation"] / 1e9, update_gbs=_ELEMENTS * 28 / times["update"] / 1e9,
+        activation_gbs=activation / 1e9, update_gbs=update / 1e9,
     )  # fmt: skip
     return gpu, Link("loopback", gbs, 1.0, 1e6 * small, 0.0, False, "measured now")
 
@@ -87,22 +88,10 @@ class _Shape:
         self.s = min(model.seq_length, _SEQUENCE)
         self.heads = min(model.num_attention_heads, 4)
         self.tokens = min(model.seq_length, _TOKENS)
-
-    @property
-    def product_flops(self) -> float:
-        return 6.0 * self.tokens * self.h * self.f
-
-    @property
-    def attention_flops(self) -> float:
-        return 2.0 * self.s * self.s * self.heads * self.d
-
-    @property
-    def norm_bytes(self) -> float:
-        return 6.0 * self.tokens * self.h * 4  # read and written; twice as much in backward
-
-    @property
-    def activation_bytes(self) -> float:
-        return 8.0 * self.tokens * self.f * 4  # two forward passes, and backward
+        self.product_flops = 6.0 * self.tokens * self.h * self.f
+        self.attention_flops = 2.0 * self.s * self.s * self.heads * self.d
+        self.norm_bytes = 6.0 * self.tokens * self.h * 4  # read and written; twice as much in backward
+        self.activation_bytes = 8.0 * self.tokens * self.f * 4  # two forward passes, and backward
 
 
 def _measure(processes: int, threads: int, base: Config, rounds: int) -> Times:
@@ -111,9 +100,8 @@ def _measure(processes: int, threads: int, base: Config, rounds: int) -> Times:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _worker, (processes, threads, base, rounds, port, folder), nprocs=processes, start_method="fork"
-        )  # type: ignore[no-untyped-call]
+        arguments = (processes, threads, base, rounds, port, folder)
+        mp.start_processes(_worker, arguments, nprocs=processes, start_method="fork")  # type: ignore[no-untyped-call]
         return dict(json.loads((Path(folder) / "times.json").read_text()))
 
 

@@ -15,8 +15,7 @@ from megatron_sp.config.rules_experts import share_violations
 from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.planner import report
 from megatron_sp.planner.advice import find_changes, least_memory
-from megatron_sp.planner.context_picture import context_svg
-from megatron_sp.planner.context_rows import ContextRows, mask_of_row
+from megatron_sp.planner.context_rows import ContextRows, context_svg, mask_of_row
 from megatron_sp.planner.dry_run import complete
 from megatron_sp.planner.hardware import CPU, GIB, find_gpu, find_link
 from megatron_sp.planner.machine import Machine, cards_of
@@ -30,11 +29,8 @@ MOST_GPUS = 1 << 20
 
 
 def run(args: argparse.Namespace, words: list[str]) -> int:
-    """Search, and print the plan.
+    """Search, and print the plan, by flags of the planner (``args``) and of the model (``words``).
 
-    Args:
-        args: flags of the planner.
-        words: flags of the model.
     Raises:
         ConfigError: a flag is wrong, or no layout fits.
     """
@@ -52,31 +48,23 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
     best = found.best_of_each()[: args.top]
     rows = ContextRows.of(best[0].config, mask) if best[0].layout.cp > 1 else None
     if args.json:
-        print(
-            json.dumps(
-                report.as_dict(found, base, machine, extra, args.top) | ({"context": rows.as_dict()} if rows else {}),
-                indent=1,
-            )
-        )
+        record = report.as_dict(found, base, machine, extra, args.top)
+        print(json.dumps(record | ({"context": rows.as_dict()} if rows else {}), indent=1))
     else:
-        print(report.text(found, base, machine, extra, args.top), *_context(rows, args), sep="\n\n")
+        parts = [report.text(found, base, machine, extra, args.top)]
+        if rows is not None:
+            parts.append(rows.text())
+        elif args.documents:
+            parts.append(
+                "--documents: layout 1 has no context parallelism, for which they are; add --context-parallel-size N"
+            )
+        print(*parts, sep="\n\n")
     if args.picture is not None:
         from megatron_sp.planner.picture import draw, is_svg
 
         below = context_svg(rows.plan) if rows and is_svg(args.picture) else ""
         draw(best, args.picture, f"{machine.gpus} x {machine.gpu.name}: predicted memory and speed", below)
     return 0
-
-
-def _context(rows: ContextRows | None, args: argparse.Namespace) -> list[str]:
-    """Return what layout 1 sends over cp; else, if documents were given, that it has no cp."""
-    if rows is not None:
-        return [rows.text()]
-    return (
-        ["--documents: layout 1 has no context parallelism, for which they are; add --context-parallel-size N"]
-        if args.documents
-        else []
-    )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -98,11 +86,8 @@ def read_machine(args: argparse.Namespace, base: Config) -> Machine:
         ConfigError: unknown names, or inconsistent numbers.
     """
     if args.gpu == CPU:
-        given = [
-            f"--{name}"
-            for name in ("nodes", "link", "inside-link", "cards")
-            if getattr(args, name.replace("-", "_")) is not None
-        ]
+        names = ("nodes", "link", "inside-link", "cards")
+        given = [f"--{name}" for name in names if getattr(args, name.replace("-", "_")) is not None]
         if given:
             raise ConfigError(f"--gpu {CPU} means processes of this machine alone: leave {' and '.join(given)} out")
         from megatron_sp.planner.calibrate import measure_machine
@@ -114,28 +99,19 @@ def read_machine(args: argparse.Namespace, base: Config) -> Machine:
         near = [n for n in range(1, args.gpus + 1) if args.gpus % n == 0]
         choice = sorted(sorted(near, key=lambda n: abs(n - nodes))[:3])
         said = "" if args.nodes else ", so that none has more than 8 GPUs"
+        each, rest = divmod(args.gpus, nodes)
         raise ConfigError(
-            f"--gpus ({args.gpus}) must be a multiple of --nodes ({nodes}{said}): {args.gpus} = {args.gpus // nodes} * {nodes} +"
-            f" {args.gpus % nodes}; use --nodes {', '.join(map(str, choice))}, or --gpus {args.gpus // nodes * nodes or nodes} or"
-            f" {(args.gpus // nodes + 1) * nodes}"
+            f"--gpus ({args.gpus}) must be a multiple of --nodes ({nodes}{said}): {args.gpus} = {each} * {nodes} +"
+            f" {rest}; use --nodes {', '.join(map(str, choice))}, or --gpus {each * nodes or nodes} or"
+            f" {(each + 1) * nodes}"
         )
     between = find_link(args.link, "--link", between_nodes=True) if args.link else None
     if nodes > 1 and between is None:
-        raise ConfigError(
-            f"{nodes} nodes need --link NAME, what joins them (such as ib-400g or eth-100g); or give --nodes 1"
-        )
+        ways = "what joins them (such as ib-400g or eth-100g); or give --nodes 1"
+        raise ConfigError(f"{nodes} nodes need --link NAME, {ways}")
     inside = find_link(args.inside_link or gpu.link, "--inside-link", between_nodes=False)
-    per_node = args.gpus // nodes
-    return Machine(
-        gpu,
-        args.gpus,
-        nodes,
-        inside,
-        between,
-        args.cards or cards_of(between, per_node),
-        gpu.memory_bytes,
-        args.reserve_gib,
-    )
+    cards = args.cards or cards_of(between, args.gpus // nodes)
+    return Machine(gpu, args.gpus, nodes, inside, between, cards, gpu.memory_bytes, args.reserve_gib)
 
 
 def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, list[str]]:
@@ -148,7 +124,8 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     extra = []
     if config.parallel.offload_optimizer:
         raise ConfigError(
-            "--offload-optimizer: its copies are not part of the prediction; leave it out, --dry-run shows the memory of such a run"
+            "--offload-optimizer: its copies are not part of the prediction; leave it out, --dry-run shows the memory"
+            " of such a run"
         )
     if not cpu and not given & {("precision", name) for name in ("bf16", "fp16", "fp64")}:
         config.precision.bf16 = True
@@ -166,11 +143,8 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     if config.batch.global_batch_size is None and config.model.seq_length:
         config.batch.global_batch_size = gpus * config.batch.micro_batch_size if cpu else default_batch(config, gpus)
         extra.append(f"--global-batch-size {config.batch.global_batch_size}")
-    config.batch.rampup_batch_size, config.batch.step_batch_size_schedule, config.batch.eval_global_batch_size = (
-        None,
-        None,
-        None,
-    )
+    batch = config.batch
+    batch.rampup_batch_size = batch.step_batch_size_schedule = batch.eval_global_batch_size = None
     if config.parallel.use_distributed_optimizer:
         given.add(("parallel", "zero_stage"))
     one = config.parallel.replica_size
@@ -180,7 +154,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
 
 
 def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
-    """Return a copy of the configuration without settings that depend on tp, sp or cp sizes that the planner has yet to choose."""
+    """Return a copy of the configuration without settings that depend on sizes that the planner has yet to choose."""
     config = copy.deepcopy(config)
     parallel = config.parallel
     if config.model.has_experts and parallel.expert_model_parallel_size > 0:
@@ -203,20 +177,9 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
 
 def _checked(words: list[str]) -> list[str]:
     """Return the words; raises ConfigError for a mistyped flag of the planner, before the model's flags are parsed."""
-    own = (
-        "--gpus",
-        "--gpu",
-        "--nodes",
-        "--link",
-        "--inside-link",
-        "--cards",
-        "--reserve-gib",
-        "--top",
-        "--picture",
-        "--documents",
-    )
+    names = ("gpus", "gpu", "nodes", "link", "inside-link", "cards", "reserve-gib", "top", "picture", "documents")
     for word in words:
-        near = difflib.get_close_matches(word.partition("=")[0], own, n=1, cutoff=0.85)
+        near = difflib.get_close_matches(word.partition("=")[0], [f"--{name}" for name in names], n=1, cutoff=0.85)
         if near and word.startswith("--"):
             raise ConfigError(f"{word.partition('=')[0]} is unknown: did you mean {near[0]}?")
     return words
@@ -228,14 +191,9 @@ def _fill(config: Config) -> None:
     if config.batch.train_iters is None and config.batch.train_samples is None:
         config.batch.train_iters = 10**6
     data = config.data
-    sources = (
-        data.data_path,
-        data.train_data_path,
-        data.valid_data_path,
-        data.test_data_path,
-        data.train_weighted_split_paths,
-    )
-    if not any((*sources, data.valid_weighted_split_paths, data.test_weighted_split_paths)):
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    splits = (data.train_weighted_split_paths, data.valid_weighted_split_paths, data.test_weighted_split_paths)
+    if not any((*paths, *splits)):
         data.mock_data = True
 
 
@@ -245,8 +203,9 @@ def _nothing_fits(base: Config, given: Given, machine: Machine, reasons: list[st
         return "no layout is possible:\n" + "\n".join(f"  {reason}" for reason in reasons)
     needs, layout = least
     lines = [
-        f"nothing fits: the layout that needs least ({layout.words(machine.gpus)}) needs {format_bytes(needs)} on each {machine.gpu.name},"
-        f" which has {machine.memory_bytes / GIB:.1f} GiB: {format_bytes(needs - machine.memory_bytes)} too much"
+        f"nothing fits: the layout that needs least ({layout.words(machine.gpus)}) needs {format_bytes(needs)} on each"
+        f" {machine.gpu.name}, which has {machine.memory_bytes / GIB:.1f} GiB:"
+        f" {format_bytes(needs - machine.memory_bytes)} too much"
     ]
     for change in find_changes(base, given, machine):
         fits = "fits" if change.fits else f"still {format_bytes(change.needs - change.have)} too much"

@@ -1,7 +1,10 @@
-"""Rows and bytes that context parallelism of a layout sends under a given mask: the planner's table, and its part of --picture.
+"""Rows and bytes that context parallelism of a layout sends under a mask: the planner's table, and part of --picture.
 
 The mask is that of the model's flags (causal or bidirectional, length, window) and, with ``--documents``, of one packed
 row. From it follows the plan by which a run exchanges (``parallel/context_plan.py``); nothing here is estimated.
+
+``context_svg`` draws a lane for each rank along the row: the positions it has, and, thinner, those whose keys and
+values it receives, in the colour of the rank that sends them. ``context_matrix`` has the same in numbers.
 """
 
 from __future__ import annotations
@@ -15,18 +18,18 @@ from typing import Any
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
 from megatron_sp.parallel.heads import OverlapMode, plan_heads
-from megatron_sp.parallel.row_mask import RowMask
-from megatron_sp.planner.context_picture import context_matrix
+from megatron_sp.parallel.row_mask import RowMask, Runs
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
+from megatron_sp.utils.markup import svg
 
 
 def mask_of_row(config: Config, documents: Sequence[int] | None) -> RowMask:
     """Return the mask of the rows of a run.
 
     Args:
-        documents: lengths of the documents of a packed row; for BERT one, the real tokens of the row. None: a row of one
-            document without padding.
+        documents: lengths of the documents of a packed row; for BERT one, the real tokens of the row. None: a row of
+            one document without padding.
     Raises:
         ConfigError: the documents are not those of a row of this length.
     """
@@ -39,14 +42,14 @@ def mask_of_row(config: Config, documents: Sequence[int] | None) -> RowMask:
     if bert:
         if len(documents) > 1 or total > s:
             raise ConfigError(
-                f"{given}: a row of BERT has one text, and padding up to seq_length ({s}) behind it: give one number of at most {s}"
+                f"{given}: a row of BERT has one text, and padding up to seq_length ({s}) behind it: give one number of"
+                f" at most {s}"
             )
         return RowMask(s, False, lengths=(total,))
     if total != s:
         change = f"add one of {s - total}" if total < s else f"leave {total - s} tokens out"
-        raise ConfigError(
-            f"{given} add up to {total} tokens, and a row has seq_length ({s}): {change}, or give --seq-length {total}"
-        )
+        of_row = f"a row has seq_length ({s}): {change}, or give --seq-length {total}"
+        raise ConfigError(f"{given} add up to {total} tokens, and {of_row}")
     return RowMask(s, True, model.window_size, documents=(tuple(accumulate(documents)),))
 
 
@@ -56,19 +59,12 @@ def _few(documents: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class ContextRows:
-    """Plan of a layout, and the bytes of a layer that follow from it.
+    """Plan of a layout, and the bytes of a layer that follow from it."""
 
-    Attributes:
-        plan: who sends which rows to whom.
-        batch: sequences of a micro-batch.
-        row_bytes: bytes that a row of one sequence has on the GPU with most key/value heads: keys and values of all of them.
-        keep_kv: backward has the keys and values that forward received.
-    """
-
-    plan: ContextPlan
-    batch: int
-    row_bytes: int
-    keep_kv: bool
+    plan: ContextPlan  # who sends which rows to whom
+    batch: int  # sequences of a micro-batch
+    row_bytes: int  # keys and values of a position, on the GPU with most key/value heads
+    keep_kv: bool  # backward has the keys and values that forward received
 
     @classmethod
     def of(cls, config: Config, mask: RowMask) -> ContextRows:
@@ -82,7 +78,7 @@ class ContextRows:
         return [self.plan.num_received(i, self.batch) * self.row_bytes for i in range(self.plan.cp_size)]
 
     def _round_trip(self) -> list[int]:
-        """Return for each cp rank the bytes that it receives in the backward pass: keys and values again, and gradients of its own."""
+        """Return for each cp rank the bytes that it receives in backward: keys and values again, and gradients."""
         sent = [sum(self.plan.rows_sent(i, self.batch)) * self.row_bytes for i in range(self.plan.cp_size)]
         return sent if self.keep_kv else [a + b for a, b in zip(self.received(), sent, strict=True)]
 
@@ -92,8 +88,8 @@ class ContextRows:
         what = "gradients of its own" if self.keep_kv else "keys and values again, and gradients of its own"
         lines = [
             f"context parallelism of layout 1, {context_matrix(self.plan, self.batch).rstrip()}",
-            f"bytes a layer that a GPU receives, mean (most): forward {_mean_and_most(forward)}, {self.plan.ring_share:.1%} of what a ring"
-            " that brings every row to every rank sends",
+            f"bytes a layer that a GPU receives, mean (most): forward {_mean_and_most(forward)},"
+            f" {self.plan.ring_share:.1%} of what a ring that brings every row to every rank sends",
             f"  backward {_mean_and_most(backward)}: {what}",
         ]
         return "\n".join(lines)
@@ -110,17 +106,15 @@ class ContextRows:
 
 
 def _row_bytes(config: Config) -> int:
-    """Return the bytes of a position's keys and values on sp rank 0, which has most heads; what several chunks use travels for each."""
+    """Return the bytes of a position's keys and values on sp rank 0, which has most heads; each chunk sends its own."""
     model, parallel, precision = config.model, config.parallel, config.precision
     assert model.num_attention_heads
     n, g, tp = model.num_attention_heads, model.num_groups, parallel.tensor_model_parallel_size
     queries, groups = (n // g, g // tp) if g % tp == 0 else (n // tp, 1)
-    mode: OverlapMode = (
-        "chunked" if parallel.overlap_mode == "chunked" and not model.norms_all_heads else "none"
-    )  # the other modes have one chunk, too
-    chunks = plan_heads(
-        queries, groups, parallel.sequence_parallel_size, mode, parallel.sp_head_chunks or 2, pairs=True
-    )
+    is_chunked = parallel.overlap_mode == "chunked" and not model.norms_all_heads
+    mode: OverlapMode = "chunked" if is_chunked else "none"  # the other modes have one chunk, too
+    sp, of_chunks = parallel.sequence_parallel_size, parallel.sp_head_chunks or 2
+    chunks = plan_heads(queries, groups, sp, mode, of_chunks, pairs=True)
     element = 2 if precision.bf16 or precision.fp16 else 8 if precision.fp64 else 4
     return sum(len(chunk.shares[0].uses) for chunk in chunks) * 2 * model.head_dim * element
 
@@ -130,22 +124,112 @@ def _mean_and_most(sizes: Sequence[int]) -> str:
 
 
 def below(upper: str, lower: str) -> str:
-    """Return two SVG documents as one, the second below the first and as wide.
-
-    Args:
-        upper, lower: the documents; both have a viewBox that begins at 0 0.
-    """
-    sizes = [
-        [float(number) for number in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]] for svg in (upper, lower)
-    ]
-    width, top = sizes[0]
-    height = width * sizes[1][1] / sizes[1][0]
+    """Return two SVG documents, whose viewBox begins at 0 0, as one: the second below the first and as wide."""
+    boxes = [re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', document)[0] for document in (upper, lower)]
+    (width, top), (of_lower, height) = (map(float, box) for box in boxes)
+    height *= width / of_lower
     parts = []
-    for svg, y, tall in ((upper, 0.0, top), (lower, top, height)):
-        attributes, body = re.findall(r"<svg\b([^>]*)>(.*)</svg>", svg, re.DOTALL)[0]
+    for document, y, tall in ((upper, 0.0, top), (lower, top, height)):
+        attributes, body = re.findall(r"<svg\b([^>]*)>(.*)</svg>", document, re.DOTALL)[0]
         kept = " ".join(re.findall(r'\b(?:xmlns[\w:]*|viewBox|role|aria-label)="[^"]*"', attributes))
         parts.append(f'<svg {kept} x="0" y="{y:g}" width="{width:g}" height="{tall:g}">{body}</svg>')
     bottom = f"{top + height:g}"
     box = f'viewBox="0 0 {width:g} {bottom}" width="{width:g}pt" height="{bottom}pt"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     return "\n".join([head, *parts, "</svg>", ""])
+
+
+# picture and table of a plan
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#882255")
+_LEFT, _WIDTH, _RIGHT, _LANE, _TOP = 74, 840, 300, 34, 92  # pixels
+
+
+def context_matrix(plan: ContextPlan, batch: int) -> str:
+    """Return a table of the rows of keys and values that each rank receives from each other, for ``batch`` sequences.
+
+    Raises:
+        ValueError: the mask describes another number of sequences.
+    """
+    ranks = range(plan.cp_size)
+    of_ring = batch * plan.mask.length * (plan.cp_size - 1) / plan.cp_size
+    mean = sum(plan.area(i) for i in ranks) / plan.cp_size
+    lines = [["rank", "has", *(f"from {j}" for j in ranks), "receives", "of a ring", "pairs/mean", "pieces"]]
+    for i in ranks:
+        received = sum(plan.rows_received(i, batch))
+        pieces = sum(len(plan.pieces(i, j)) for j in ranks)
+        lines.append([
+            str(i), f"{plan.lengths[i]:,}", *("." if j == i else f"{plan.num_rows(i, j, batch):,}" for j in ranks),
+            f"{received:,}", f"{received / of_ring:.0%}" if of_ring else "-",
+            f"{plan.area(i) / mean:.3f}" if mean else "-", f"{pieces:,}",
+        ])  # fmt: skip
+    sent = [f"{sum(plan.rows_sent(j, batch)):,}" for j in ranks]
+    total = f"{sum(plan.num_received(i, batch) for i in ranks):,}"
+    lines.append(["sends", "", *sent, total, f"{plan.ring_share:.0%}" if of_ring else "-", "", ""])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    table = "\n".join("  ".join(cells).rstrip() for cells in padded)
+    of = f"{batch:,} {'sequence' if batch == 1 else 'sequences'} of {plan.mask.length:,} positions"
+    return f"rows of keys and values that travel, {of}\n{table}\nlargest share of pairs / mean: {plan.balance:.3f}\n"
+
+
+def context_svg(plan: ContextPlan, sequence: int = 0) -> str:
+    """Return the picture of one sequence of the micro-batch as an SVG document.
+
+    Args:
+        sequence: which one, if they differ.
+    Raises:
+        ValueError: there is no such sequence.
+    """
+    if not 0 <= sequence < plan.mask.sequences:
+        raise ValueError(f"the mask describes {plan.mask.sequences} sequences: there is no sequence {sequence}")
+    c, s = plan.cp_size, plan.mask.length
+    width, height = _LEFT + _WIDTH + _RIGHT, _TOP + c * _LANE + 20
+    title = f"{s:,} positions on {c} {'rank' if c == 1 else 'ranks'}: {_mask_in_words(plan, sequence)}"
+    key = "wide: positions of the rank; narrow: keys and values that it receives, in the colour of their owner"
+    parts = _ends_of_documents(plan, sequence)
+    mean = sum(plan.area(i) for i in range(c)) / c
+    for i in range(c):
+        top = _TOP + i * _LANE
+        parts.append(f'<text class="text" x="16" y="{top + 17}">rank {i}</text>')
+        parts.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="26"/>')
+        for j in range(c):
+            of_others = j != i
+            runs = plan.rows(i, j)[sequence] if of_others else plan.runs[i]
+            parts += _bars(runs, s, top + 8, 10, j) if of_others else _bars(runs, s, top, 26, i)
+        received = sum(b - a for j in range(c) if j != i for a, b in plan.rows(i, j)[sequence])
+        share = f"{plan.area(i) / mean:.2f} of the mean's pairs" if mean else "no pairs"
+        place = f'x="{_LEFT + _WIDTH + 10}" y="{top + 17}"'
+        parts.append(f'<text class="text" {place}>receives {received:,} rows; {share}</text>')
+    return svg(width, height, title, key, parts)
+
+
+def _mask_in_words(plan: ContextPlan, sequence: int) -> str:
+    mask = plan.mask
+    words = ["causal" if mask.causal else "bidirectional"]
+    if mask.window is not None:
+        words.append(f"window {mask.window:,}")
+    if mask.documents is not None:
+        words.append(f"{len(mask.documents[sequence]):,} documents")
+    if mask.lengths is not None:
+        words.append(f"{mask.lengths[sequence]:,} real keys")
+    if not plan.alike:
+        words.append(f"sequence {sequence} of {mask.sequences}")
+    return ", ".join(words)
+
+
+def _ends_of_documents(plan: ContextPlan, sequence: int) -> list[str]:
+    """Draw a tick above the lanes at each end of a document, and of the real keys."""
+    mask = plan.mask
+    ends: tuple[int, ...] = () if mask.lengths is None else (mask.lengths[sequence],)
+    ends = ends if mask.documents is None else mask.documents[sequence]
+    places = sorted({round(_LEFT + _WIDTH * end / mask.length, 1) for end in ends})
+    return [f'<path class="tick" d="{" ".join(f"M{x:g} {_TOP - 16}v10" for x in places)}"/>'] if places else []
+
+
+def _bars(runs: Runs, length: int, top: int, height: int, owner: int) -> list[str]:
+    golden = f"hsl({owner * 137.5 % 360:g} 60% 50%)"  # steps of the golden angle differ
+    colour = _COLOURS[owner] if owner < len(_COLOURS) else golden
+    bars = ((_LEFT + _WIDTH * start / length, _WIDTH * (stop - start) / length) for start, stop in runs)
+    return [f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}"/>' for x, width in bars]

@@ -1,7 +1,7 @@
 """Dry run (--dry-run): memory and communication of every rank for any number of processes, without starting any.
 
-Both are those of the program itself, which runs on tensors without contents (``planner/fake_run.py``); tests compare them
-with real steps. Absurd sizes have their memory by the rough form, and so has what makes the program stumble.
+Both are those of the program itself, which runs on tensors without contents (``planner/fake_run.py``); tests compare
+them with real steps. Absurd sizes have their memory by the rough form, and so has what makes the program stumble.
 """
 
 from __future__ import annotations
@@ -33,146 +33,142 @@ from megatron_sp.training.resume_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 
-_MOST_CHUNKS, _MOST_RANKS = (
-    2**11,
-    2**16,
-)  # of the head's tokens, for each of which there are operators; and of processes
+# of the head's tokens, for each of which there are operators; and of processes
+_MOST_CHUNKS, _MOST_RANKS = 2**11, 2**16
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Predicted needs of a run.
-
-    Attributes:
-        num_params: number of parameters of the whole model, without padding rows of the vocabulary.
-        active_params: of these, the number that a token uses.
-        params_of_rank: number of elements in the flat buffers of one tp rank, unsharded; a rank holds ``kept_params``
-            of them.
-        remedies: changes that lower the peak, and the peak with each.
-        copy_of_saves: bytes of host memory for the copy of --async-save; on CPUs included in ``memory``.
-        notes: ignored flags, and the starting point of the run if that is not obvious.
-        overlap: mode that --sp-overlap-mode auto counts as, on GPUs; empty: the mode is given.
-        launches: operators and kernels of a step on a rank's device; 0: not known.
-    """
+    """Predicted needs of a run."""
 
     config: Config
     world_size: int
     device: Device
-    num_params: int
-    active_params: int
-    params_of_rank: int
-    kept_params: int
+    num_params: int  # of the whole model, without rows that pad the vocabulary
+    active_params: int  # of these, that a token uses
+    params_of_rank: int  # elements in the flat buffers of one tp rank, unsharded
+    kept_params: int  # of these, that a rank holds
     num_micro_batches: int
     memory: MemoryPlan
     traffic: TrafficPlan
-    remedies: list[tuple[str, int]]
-    copy_of_saves: int = 0
-    notes: tuple[str, ...] = ()
-    overlap: str = ""
-    launches: int = 0
+    remedies: list[tuple[str, int]]  # changes that lower the peak, and the peak with each
+    copy_of_saves: int = 0  # bytes of host memory for the copy of --async-save; on CPUs included in ``memory``
+    notes: tuple[str, ...] = ()  # ignored flags, and the starting point of the run if that is not obvious
+    overlap: str = ""  # mode that --sp-overlap-mode auto counts as, on GPUs; empty: the mode is given
+    launches: int = 0  # operators and kernels of a step on a rank's device; 0: not known
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON, in bytes and plain numbers."""
         parallel = self.config.parallel
         layout = {
-            "pp": parallel.pipeline_model_parallel_size, "dp": parallel.dp_size(self.world_size), "cp": parallel.context_parallel_size,
-            "sp": parallel.sequence_parallel_size,
-            "tp": parallel.tensor_model_parallel_size, "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
+            "pp": parallel.pipeline_model_parallel_size, "dp": parallel.dp_size(self.world_size),
+            "cp": parallel.context_parallel_size, "sp": parallel.sequence_parallel_size,
+            "tp": parallel.tensor_model_parallel_size, "tp_seq": parallel.sequence_parallel,
+            "zero_stage": parallel.zero_stage,
         }  # fmt: skip
         active = {"active": self.active_params} if self.config.model.has_experts else {}
-        remedies = [{"flags": flags, "peak": peak} for flags, peak in self.remedies]
         layout |= {"ep": parallel.expert_model_parallel_size} if active else {}
-        parameters = {
-            "model": self.num_params,
-            **active,
-            "per_tp_rank": self.params_of_rank,
-            "kept_per_rank": self.kept_params,
-        }
+        of_rank = {"per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
         return {
-            "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
-            "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
-            "remedies": remedies, "copy_of_saves": self.copy_of_saves, "launches": self.launches,
-            "notes": list(self.notes),
+            "world_size": self.world_size, "device": self.device, "layout": layout,
+            "micro_batches": self.num_micro_batches, "parameters": {"model": self.num_params, **active, **of_rank},
+            "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
+            "remedies": [{"flags": flags, "peak": peak} for flags, peak in self.remedies],
+            "copy_of_saves": self.copy_of_saves, "launches": self.launches, "notes": list(self.notes),
         }  # fmt: skip
 
     def text(self) -> str:
         """Return the plan as text."""
-        config, memory, traffic = self.config, self.memory, self.traffic
-        parallel = config.parallel
+        config, memory, parallel = self.config, self.memory, self.config.parallel
         axes = [f"dp {parallel.dp_size(self.world_size)}"]
         if parallel.pipeline_model_parallel_size > 1:
             layers = "+".join(map(str, layers_of_stages(config.model, parallel)))
             axes.append(f"pp {parallel.pipeline_model_parallel_size} ({parallel.pipeline_kind}, layers {layers})")
-        axes += [f"cp {parallel.context_parallel_size}"] if parallel.context_parallel_size > 1 else []
-        axes += [f"sp {parallel.sequence_parallel_size}"] if parallel.sequence_parallel_size > 1 else []
         tp_seq = " with sequence parallel" if parallel.sequence_parallel else ""
-        axes += [f"tp {parallel.tensor_model_parallel_size}{tp_seq}"] if parallel.tensor_model_parallel_size > 1 else []
+        for name, size, words in (
+            ("cp", parallel.context_parallel_size, ""), ("sp", parallel.sequence_parallel_size, ""),
+            ("tp", parallel.tensor_model_parallel_size, tp_seq), ("ep", parallel.expert_model_parallel_size, ""),
+        ):  # fmt: skip
+            axes += [f"{name} {size}{words}"] if size > 1 else []
         where = "GPUs" if self.device == "cuda" else "CPUs"
-        axes += [f"ep {parallel.expert_model_parallel_size}"] if parallel.expert_model_parallel_size > 1 else []
+        processes = f"{self.world_size} {'process' if self.world_size == 1 else 'processes'}"
+        count, num_tokens = (
+            self.num_micro_batches,
+            f"{config.batch.micro_batch_size} x {config.model.seq_length} tokens",
+        )
+        micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'} of {num_tokens} in a step"
         active = f", {format_count(self.active_params)} active" if config.model.has_experts else ""
-        count = self.num_micro_batches
+        peaks = (f"{phase} {format_bytes(memory.peak_of(phase))}" for phase in ("forward", "backward", "update"))
+        worst = f"({memory.worst.phase}: {memory.worst.name}) {format_bytes(memory.worst.num_bytes)} more"
         lines = [
-            f"dry run: {self.world_size} {'process' if self.world_size == 1 else 'processes'} on {where}: {', '.join(axes)}, ZeRO stage"
-            f" {parallel.zero_stage}, {config.precision.params_dtype}, {count} micro-batch{'' if count == 1 else 'es'} of"
-            f" {config.batch.micro_batch_size} x {config.model.seq_length} tokens in a step",
+            f"dry run: {processes} on {where}: {', '.join(axes)}, ZeRO stage {parallel.zero_stage},"
+            f" {config.precision.params_dtype}, {micro_batches}",
             f"parameters: {format_parameters(self.num_params)}{active}; a rank works with"
             f" {format_count(self.params_of_rank)} and keeps {format_count(self.kept_params)}",
             f"memory of a rank: {format_bytes(memory.resident)} stay",
             *_rows(memory.stays),
-            f"and at the worst moment ({memory.worst.phase}: {memory.worst.name}) {format_bytes(memory.worst.num_bytes)} more",
+            f"and at the worst moment {worst}",
             *_rows(memory.worst.lines),
-            f"peak: {format_bytes(memory.peak)} ("
-            + ", ".join(f"{phase} {format_bytes(memory.peak_of(phase))}" for phase in ("forward", "backward", "update"))
-            + "); tensors alone: NCCL, the allocator and the program come on top",
+            f"peak: {format_bytes(memory.peak)} ({', '.join(peaks)}); tensors alone: NCCL, the allocator and the"
+            " program come on top",
         ]
-        if config.kernels.offload_activations:
-            beside = "" if self.device == "cuda" else ", which on a CPU is the same memory: nothing is saved"
-            activations = memory.host - (self.copy_of_saves if self.device == "cuda" else 0)
-            lines.append(f"activations in host memory: {format_bytes(activations)} of each rank{beside}")
-        if memory.graphs:
+        lines += [*self._of_host(), *self._of_traffic(), *self._of_context()]
+        if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
+            what = f"{self.overlap}, the fastest by prediction on {ASSUMED_GPU}"
+            what = what if self.overlap else "none: on CPUs exchanges and computation share the cores"
+            lines.append(f"--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as {what}")
+        if parallel.measures_split:
             lines.append(
-                f"  of it in the pool of captured steps, which nothing else uses (--cuda-graphs): {format_bytes(memory.graphs)}"
+                "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp (name"
+                " other sizes with --sequence-parallel-size and --context-parallel-size)"
             )
+        if self.remedies:
+            peaks = (f"{flags}: peak about {format_bytes(peak)}" for flags, peak in self.remedies)
+            lines.append(f"less memory: {'; '.join(peaks)}")
+        return "\n".join([*lines, *self.notes])
+
+    def _of_host(self) -> list[str]:
+        """Return lines about host memory, and the pool of captured steps."""
+        memory, on_gpu, lines = self.memory, self.device == "cuda", list[str]()
+        if self.config.kernels.offload_activations:
+            beside = "" if on_gpu else ", which on a CPU is the same memory: nothing is saved"
+            activations = format_bytes(memory.host - (self.copy_of_saves if on_gpu else 0))
+            lines.append(f"activations in host memory: {activations} of each rank{beside}")
+        if memory.graphs:
+            pool = "of it in the pool of captured steps, which nothing else uses (--cuda-graphs)"
+            lines.append(f"  {pool}: {format_bytes(memory.graphs)}")
         if memory.optimizer_host:
             lines.append(f"the optimizer in host memory: {format_bytes(memory.optimizer_host)} of each rank")
         if self.copy_of_saves:
-            where = "host memory, pinned" if self.device == "cuda" else "memory, counted above"
+            where = "host memory, pinned" if on_gpu else "memory, counted above"
             lines.append(
-                f"saving in the background: {format_bytes(self.copy_of_saves)} of {where}, are kept on each rank for the copy"
-                " (--no-async-save: none, and training waits)"
+                f"saving in the background: {format_bytes(self.copy_of_saves)} of {where}, are kept on each rank for"
+                " the copy (--no-async-save: none, and training waits)"
             )
+        return lines
+
+    def _of_traffic(self) -> list[str]:
+        traffic = self.traffic
+        lines = []
         if self.launches:
             lines.append(f"launches of a rank and step: {self.launches:,} operators and kernels")
         if self.world_size == 1:
             lines.append("traffic: none, there is one process")
         elif traffic.flows:
+            share = traffic.can_hide / max(traffic.num_bytes, 1)
             lines.append(
-                f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent, of which"
-                f" {format_bytes(traffic.can_hide)} ({traffic.can_hide / max(traffic.num_bytes, 1):.0%}) can run under computation"
+                f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent,"
+                f" of which {format_bytes(traffic.can_hide)} ({share:.0%}) can run under computation"
             )
-            lines += self._flows()
-        lines += self._of_context()
-        if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
-            what = (
-                f"{self.overlap}, the fastest by prediction on {ASSUMED_GPU}" if self.overlap
-                else "none: on CPUs exchanges and computation share the cores"
-            )  # fmt: skip
-            lines.append(f"--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as {what}")
-        if parallel.measures_split:
-            lines.append(
-                "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp (name other sizes with"
-                " --sequence-parallel-size and --context-parallel-size)"
-            )
-        if self.remedies:
-            lines.append(
-                "less memory: "
-                + "; ".join(f"{flags}: peak about {format_bytes(peak)}" for flags, peak in self.remedies)
-            )
-        lines += self.notes
-        return "\n".join(lines)
+            for flow in traffic.flows:
+                hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "exposed"
+                lines.append(
+                    f"  {format_bytes(flow.num_bytes):>10}  {flow.number:>7,} x {flow.op} between {flow.ranks}"
+                    f" ({flow.group}): {flow.kind}; {hides}"
+                )
+        return lines
 
     def _of_context(self) -> list[str]:
-        """Return what is to be said about exchanges over cp."""
         cp, data = self.config.parallel.context_parallel_size, self.config.data
         if cp == 1:
             return []
@@ -180,19 +176,10 @@ class RunPlan:
             return [f"the {cp} cp ranks exchange no keys and values: with this mask a token sees itself alone"]
         if data.reset_attention_mask or data.bert_pack_sequences:
             return [
-                "over cp each row is counted as one document: what the documents in it do not see is not sent, so a run sends less"
+                "over cp each row is counted as one document: what the documents in it do not see is not sent, so a run"
+                " sends less"
             ]
         return []
-
-    def _flows(self) -> list[str]:
-        lines = []
-        for flow in self.traffic.flows:
-            hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "exposed"
-            lines.append(
-                f"  {format_bytes(flow.num_bytes):>10}  {flow.number:>7,} x {flow.op} between {flow.ranks} ({flow.group}):"
-                f" {flow.kind}; {hides}"
-            )
-        return lines
 
 
 def _rows(lines: Sequence[Line]) -> list[str]:
@@ -208,18 +195,20 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     """
     notes = complete(config, world_size)
     choice = settle_schedule(config, world_size)
-    device: Device = (
-        "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
-    )
+    is_cpu = config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo"
+    device: Device = "cpu" if is_cpu else "cuda"
     settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
     rank = max(rough_ranks(settled, world_size, device), key=lambda rank: rank.num_params)
     memory, traffic, launches, why_not = _run(settled, world_size, device, rank)
     kept_params = rank.shard if settled.parallel.zero_stage == 3 else rank.num_params
+    # by the rough form, in proportion to what it says of the configuration itself
+    share = memory.peak / plan_of(settled, world_size, device).peak
+    remedies = [(one.flags, round(share * one.peak)) for one in find_suggestions(settled, world_size, device)]
+    notes = [*config.remarks, *notes, choice, why_not, _refused_here(config, world_size, device)]
     return RunPlan(
-        config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), round(rank.num_params),
-        round(kept_params), rank.count, memory, traffic, _remedies(settled, world_size, device, memory.peak),
-        copy_bytes(config, world_size),
-        tuple(filter(None, (*config.remarks, *notes, choice, why_not, _refused_here(config, world_size, device)))), overlap, launches,
+        config, world_size, device, count_parameters(config.model), count_active_parameters(config.model),
+        round(rank.num_params), round(kept_params), rank.count, memory, traffic, remedies,
+        copy_bytes(config, world_size), tuple(filter(None, notes)), overlap, launches,
     )  # fmt: skip
 
 
@@ -243,14 +232,8 @@ def _run(config: Config, world_size: int, device: Device, rank: RoughRank) -> tu
     return plan_of(config, world_size, device), TrafficPlan(()), 0, why_not
 
 
-def _remedies(config: Config, world_size: int, device: Device, peak: int) -> list[tuple[str, int]]:
-    """Return changes that lower the peak: by the rough form, in proportion to what it says of the configuration itself."""
-    share = peak / plan_of(config, world_size, device).peak
-    return [(remedy.flags, round(share * remedy.peak)) for remedy in find_suggestions(config, world_size, device)]
-
-
 def _refused_here(config: Config, world_size: int, device: Device) -> str:
-    """Return a line if this host has too little memory to start all processes of the run on it; of GPUs nothing is known here."""
+    """Return a line if this host has too little memory to start all processes of the run; of GPUs nothing is known."""
     available = host_memory_bytes()
     if available is None or config.kernels.allow_oom or config.batch.skip_train:
         return ""
@@ -259,8 +242,8 @@ def _refused_here(config: Config, world_size: int, device: Device) -> str:
     if max(need - order, order) <= available + swap_bytes():
         return ""
     return (
-        f"this host would refuse to start all of it: {format_bytes(need)} are certainly needed, {format_bytes(available)} are available"
-        f" ({HOW_TO_START})"
+        f"this host would refuse to start all of it: {format_bytes(need)} are certainly needed,"
+        f" {format_bytes(available)} are available ({HOW_TO_START})"
     )
 
 

@@ -1,11 +1,11 @@
-"""Rows of a layer with experts: how many a rank sends to the ranks of the experts that its tokens choose,.
+"""Rows of a layer with experts: how many a rank sends to the ranks of the experts that its tokens choose.
 
-A row goes to a rank once, however many of its experts it has chosen. With even random choice of k of E experts on ep ranks
+A row goes to a rank once, however many of its experts it has chosen. With even random choice of k of E experts on ep
+ranks
 
     rows of a token = ep (1 - C(E - E/ep, k) / C(E, k)),    of which (ep - 1)/ep leave the rank
 
-and where a token chooses among the experts of some groups only, the mean of that over all choices of groups. This module does not
-import torch; a test compares the bytes of a row with ``parallel/expert_exchange.py :: RowFormat``.
+and where a token chooses among the experts of some groups only, the mean of that over all choices of groups.
 """
 
 from __future__ import annotations
@@ -20,33 +20,22 @@ from megatron_sp.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """Rows of one pass of a rank through a layer with experts; of several passes the mean.
+    """Rows of one pass of a rank through a layer with experts; of several passes the mean."""
 
-    Attributes:
-        own: rows that go to experts of the rank itself.
-        to_others, from_others: rows that go to other ranks, and that come from them.
-        choices: choices of the rank's experts in its own rows and those that have come.
-    """
-
-    own: float
+    own: float  # to experts of the rank itself
     to_others: float
     from_others: float
-    choices: float
+    choices: float  # of the rank's experts, in its own rows and those that have come
 
 
 def even_rows(model: ModelConfig, ep: int, tokens: float, load: float = 1.0) -> RoutedRows:
-    """Return the rows of a rank if all choices are equally probable.
+    """Return the rows of a rank of ``ep`` with so many tokens if all choices are equally probable.
 
-    Args:
-        model: with experts.
-        ep: ranks that share them.
-        tokens: of the rank.
-        load: choices of this rank's experts, in those of the mean rank (--moe-worst-load); no more than all tokens can come.
+    ``load``: choices of this rank's experts, in those of the mean rank (--moe-worst-load).
     """
     assert model.num_experts
-    choices = min(
-        tokens * model.moe_router_topk * load, ep * tokens * min(model.moe_router_topk, model.num_experts // ep)
-    )
+    k = model.moe_router_topk
+    choices = min(tokens * k * load, ep * tokens * min(k, model.num_experts // ep))  # no more than all tokens can come
     per_rank = tokens * ranks_of_token(model, ep) / ep
     coming = min(load * per_rank, tokens)
     return RoutedRows(coming, (ep - 1) * per_rank, (ep - 1) * coming, choices)
@@ -69,7 +58,7 @@ def _misses(experts: int, k: int, ep: int, rank: int, groups: int, of_token: int
 
 @cache
 def _missed(overlaps: tuple[int, ...], size: int, of_token: int, k: int) -> float:
-    """Return the probability that none of k experts of ``of_token`` groups is a rank's, which has so many in each group."""
+    """Return the probability that none of k experts of ``of_token`` groups is of a rank that has so many in each."""
     ways = Counter({(0, 0): 1})  # (groups chosen, experts of the rank in them) -> number of choices
     for overlap in overlaps:
         for (chosen, mine), number in list(ways.items()):

@@ -18,80 +18,49 @@ GIB = 2**30
 SUSTAINED = 0.88
 """Fitted to ten published runs on A100s with short sequences, and tested on others: ``benchmarks/plan_check.py``."""
 HOST_MS = 6.0
-"""Measured beside an H200: 79.5 ms of 12 layers with 16K tokens, 80 with 64 tokens, 225 to 325 of 32 layers in all modes of Ulysses."""
+"""Measured beside an H200: 79.5 ms of 12 layers with 16K tokens, 80 with 64, 225 to 325 of 32 layers with Ulysses."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Specification of one accelerator, or of one CPU process.
-
-    Attributes:
-        memory_bytes: memory that a program can allocate on an otherwise idle device; 0: determined from the host.
-        peak_tflops: dense bf16 peak for MFU (for a CPU: measured).
-        matmul_tflops: achieved rate of large matrix products.
-        attention_forward_tflops, attention_backward_tflops: achieved rates of the fused kernel for head size 128 and
-            long sequences, counting causal pairs only.
-        narrow_heads: share of these rates achieved with head size 64.
-        flash2_share: share of these rates that FlashAttention 2 achieves, and torch's own flash kernel, which is one.
-        memory_gbs: GB/s that elementwise kernels read and write.
-        units: multiprocessors, for the wave quantization of matrix products; 0: not modelled.
-        launch_us: time of a kernel launch on the device.
-        host_ms: time of Python for a layer of a micro-batch, forward and backward, without exchanges: a step takes at least
-            as long as the host (``planner/timeline.py``).
-        link: link between the GPUs of a node.
-        activation_gbs, update_gbs: ``memory_gbs`` of the MLP's activation and of the optimizer where they differ; 0:
-            they do not.
-        host_gbs: GB/s of copies from and to pinned host memory, per direction, with all GPUs of a node copying at once.
-        overlap_cost: slowdown of the computation that hides communication, as a share of the hidden time.
-        sustained: share of its kernels' rates that a run achieves: clocks under load, gaps between kernels, the slowest
-            rank.
-        capability: compute capability, which decides what cuBLAS works in.
-        source: source of the figures.
-    """
+    """Specification of one accelerator, or of one CPU process."""
 
     name: str
-    memory_bytes: int
-    peak_tflops: float
-    matmul_tflops: float
-    attention_forward_tflops: float
+    memory_bytes: int  # that a program can allocate on an otherwise idle device; 0: determined from the host
+    peak_tflops: float  # dense bf16 peak for MFU (for a CPU: measured)
+    matmul_tflops: float  # achieved rate of large products
+    attention_forward_tflops: float  # achieved with head size 128 and long sequences, counting causal pairs only
     attention_backward_tflops: float
-    memory_gbs: float
-    units: int
-    link: str
-    source: str
-    narrow_heads: float = 0.8
-    flash2_share: float = 1.0
-    launch_us: float = 3.0
-    host_ms: float = HOST_MS
-    host_gbs: float = 48.0
-    overlap_cost: float = 0.15
-    sustained: float = SUSTAINED
-    activation_gbs: float = 0.0
+    memory_gbs: float  # that elementwise kernels read and write
+    units: int  # multiprocessors, for the wave quantization of matrix products; 0: not modelled
+    link: str  # between the GPUs of a node
+    source: str  # of the figures
+    narrow_heads: float = 0.8  # share of attention's rates with head size 64
+    flash2_share: float = (
+        1.0  # share of them that FlashAttention 2 achieves, and torch's own flash kernel, which is one
+    )
+    launch_us: float = 3.0  # of a kernel, on the device
+    host_ms: float = HOST_MS  # of Python for a layer of a micro-batch, forward and backward, without exchanges
+    host_gbs: float = 48.0  # copies from and to pinned host memory, per direction, all GPUs of a node at once (PCIe 5)
+    overlap_cost: float = 0.15  # slowdown of the computation that hides communication, of the hidden time
+    sustained: float = SUSTAINED  # of its kernels' rates: clocks under load, gaps between kernels, the slowest rank
+    activation_gbs: float = 0.0  # ``memory_gbs`` of the MLP's activation and of the optimizer, where they differ
     update_gbs: float = 0.0
-    capability: tuple[int, int] = (8, 0)
+    capability: tuple[int, int] = (8, 0)  # decides what cuBLAS works in
 
 
 @dataclass(frozen=True)
 class Link:
-    """Link between GPUs or nodes.
-
-    Attributes:
-        peak_gbs: GB/s of one GPU (within a node) or of one network card (between nodes), per direction.
-        achieved: share of the peak that large collectives achieve.
-        latency_us: latency of a collective before the first byte.
-        step_us: additional latency for each further rank of a ring.
-        between_nodes: True if it connects nodes, not the GPUs of a node.
-        per_gpu: True if a node has one for each GPU; else it has one in all.
-    """
+    """Link between GPUs or nodes."""
 
     name: str
-    peak_gbs: float
-    achieved: float
-    latency_us: float
-    step_us: float
+    peak_gbs: float  # of one GPU (within a node) or of one network card (between nodes), per direction
+    achieved: float  # share of the peak that large collectives achieve
+    latency_us: float  # of a collective before the first byte
+    step_us: float  # more for each further rank of a ring
     between_nodes: bool
     source: str
-    per_gpu: bool = True
+    per_gpu: bool = True  # a node has one for each GPU; else one in all
 
     @property
     def gbs(self) -> float:
@@ -99,29 +68,27 @@ class Link:
         return self.peak_gbs * self.achieved
 
 
-# default of host_gbs: PCIe 5, 48 of 64 GB/s
+_A100 = "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of "
 _REACHED = "matmul, attention and memory: shares of the peak that are usual, not measured here"
 GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("a100-40g", int(39.4 * GIB), 312, 260, 190, 165, 1320, 108, "nvlink3",
-            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 1555 GB/s;"
-            " host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
+            _A100 + "1555 GB/s; host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
         Gpu("a100-80g", int(79.2 * GIB), 312, 260, 190, 165, 1730, 108, "nvlink3",
-            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 2039 GB/s;"
-            " host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
+            _A100 + "2039 GB/s; host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
         Gpu("h100-80g", int(79.1 * GIB), 989, 700, 600, 540, 2800, 132, "nvlink4",
-            "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published, version 2 beside it"
-            " (arXiv:2407.08608); memory 0.84 of 3350 GB/s", flash2_share=0.58, capability=(9, 0)),
+            "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published, version 2"
+            " beside it (arXiv:2407.08608); memory 0.84 of 3350 GB/s", flash2_share=0.58, capability=(9, 0)),
         Gpu("h200", int(139.7 * GIB), 989, 740, 625, 550, 4100, 132, "nvlink4",
-            "data sheet; one measured: matmul 769 to 798 alone and 720 to 766 in a step, copies 4300 GB/s, here less for a hot GPU;"
-            " cuDNN at 64K tokens; steps of 124M to 7B parameters take 1.04 of what these rates say", flash2_share=0.56, sustained=0.96,
-            capability=(9, 0)),
+            "data sheet; one measured: matmul 769 to 798 alone and 720 to 766 in a step, copies 4300 GB/s, here less"
+            " for a hot GPU; cuDNN at 64K tokens; steps of 124M to 7B parameters take 1.04 of what these rates say",
+            flash2_share=0.56, sustained=0.96, capability=(9, 0)),
         Gpu("b200", int(178.0 * GIB), 2250, 1600, 1400, 1150, 6800, 148, "nvlink5",
-            "data sheet; FlashAttention-4's 1605 forward at its best, version 2 about as fast as on an H100; " + _REACHED,
-            flash2_share=0.25, capability=(10, 0)),
-        Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, host_gbs=24.0, overlap_cost=0.1,
-            capability=(8, 9)),
+            "data sheet; FlashAttention-4's 1605 forward at its best, version 2 about as fast as on an H100; "
+            + _REACHED, flash2_share=0.25, capability=(10, 0)),
+        Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, host_gbs=24.0,
+            overlap_cost=0.1, capability=(8, 9)),
         Gpu("mi300x", int(191.5 * GIB), 1307, 640, 450, 300, 4000, 304, "xgmi",
             "data sheet; matmul about half of the peak, as several have published; " + _REACHED),
     )
@@ -157,7 +124,7 @@ def find_gpu(name: str, flag: str = "--gpu") -> Gpu:
 
 
 def find_link(name: str, flag: str, between_nodes: bool) -> Link:
-    """Return the link of that name. Raises ConfigError, with the nearest names, if it is unknown, or if it is of the other kind."""
+    """Return the link of that name. Raises ConfigError, with near names, if it is unknown or of the other kind."""
     link = _find(name, LINKS, flag)
     if link.between_nodes != between_nodes:
         place, names = ("nodes", True) if between_nodes else ("the GPUs of a node", False)
@@ -174,10 +141,7 @@ def _find(name: str, table: Mapping[str, _Entry], flag: str, more: Iterable[str]
         return table[name]
     names = [*table, *more]
     begun = [other for other in names if other.startswith(name.lower())]
-    near = (
-        begun
-        or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-        or [n for n in names if n[:2] == name.lower()[:2]]
-    )
+    alike = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    near = begun or alike or [n for n in names if n[:2] == name.lower()[:2]]
     meant = f": did you mean {' or '.join(near)}" if near else ""
     raise ConfigError(f"{flag} {name} is unknown{meant}{'?' if near else '.'} Known are {', '.join(names)}")

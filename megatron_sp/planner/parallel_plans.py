@@ -2,16 +2,17 @@
 
 Fields given on the command line are fixed. The others are varied:
 
-    tp                    divisors of the number of GPUs, up to the GPUs of a node and the number of heads; with and without
-                          --sequence-parallel (tp_seq)
-    sp                    divisors of gpus / tp, up to the number of heads
-    cp                    divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128; with
-                          --cp-comm-type auto that with sp is --context-parallel-size
-    pp                    divisors of the number of nodes, up to 16 and the layers; with the simplest schedule and the shortest
-    ep                    divisors of the number of experts that divide the ranks that have different tokens; of the best layouts
-                          with tokens in two chunks, too
-    exchanges of sp       none, split-qkv, chunked in 2 and 4
-    micro-batch           1, 2, 4, ... sequences
+    tp                 divisors of the number of GPUs, up to the GPUs of a node and the number of heads; with and
+                       without --sequence-parallel (tp_seq)
+    sp                 divisors of gpus / tp, up to the number of heads
+    cp                 divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128;
+                       with --cp-comm-type auto that with sp is --context-parallel-size
+    pp                 divisors of the number of nodes, up to 16 and the layers; with the simplest schedule and the
+                       shortest
+    ep                 divisors of the number of experts that divide the ranks that have different tokens; of the best
+                       layouts with tokens in two chunks, too
+    exchanges of sp    none, split-qkv, chunked in 2 and 4
+    micro-batch        1, 2, 4, ... sequences
     ZeRO stage and recomputation, cheapest in time first
 """
 
@@ -36,9 +37,7 @@ Saving = tuple[int, str | None]
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 TOKENS = 2**20  # tokens of a step without --global-batch-size
-FEWEST_POSITIONS = (
-    1024  # of a sequence on a rank of sp x cp: with less there is too little to compute under an exchange
-)
+FEWEST_POSITIONS = 1024  # of a sequence on a rank of sp x cp: with less too little is computed under an exchange
 MOST_CP = 128
 MOST_PP = 16
 ENOUGH_TOKENS = 32768  # tokens of a rank at a time beyond which products do not get faster
@@ -46,29 +45,21 @@ ENOUGH_TOKENS = 32768  # tokens of a rank at a time beyond which products do not
 
 @dataclass(frozen=True, order=True)
 class ParallelPlan:
-    """A layout that the planner can choose.
-
-    Attributes:
-        mode: overlap mode of the sp exchanges: "none", "split-qkv" or "chunked".
-        chunks: number of chunks with "chunked"; else 0.
-        schedule: of the pipeline; "" without one.
-        ep: ranks that share the experts of a layer.
-        moe_chunks: parts of a rank's tokens that are sent to them one after another.
-    """
+    """A layout that the planner can choose."""
 
     tp: int = 1
     tp_seq: bool = False
     sp: int = 1
-    mode: str = "none"
-    chunks: int = 0
+    mode: str = "none"  # of the sp exchanges: "none", "split-qkv" or "chunked"
+    chunks: int = 0  # with "chunked"
     zero: int = 0
     recompute: str | None = None
     micro_batch: int = 1
     cp: int = 1
     pp: int = 1
-    schedule: str = ""
-    ep: int = 1
-    moe_chunks: int = 1
+    schedule: str = ""  # of the pipeline
+    ep: int = 1  # ranks that share the experts of a layer
+    moe_chunks: int = 1  # parts of a rank's tokens that are sent to them one after another
 
     @property
     def axes(self) -> Axes:
@@ -81,17 +72,14 @@ class ParallelPlan:
 
     def words(self, gpus: int) -> str:
         """Return the layout as text."""
-        dp = self.dp(gpus)
+        dp, mode = self.dp(gpus), "" if self.mode == "none" else f" {self.mode}"
+        chunks = f" in {self.moe_chunks} chunks" if self.moe_chunks > 1 else ""
         parts = [f"tp {self.tp}{' + seq' if self.tp_seq else ''}"] if self.tp > 1 else []
-        parts += [
-            f"sp {self.sp}" + ("" if self.mode == "none" else f" {self.mode}{f' {self.chunks}' if self.chunks else ''}")
-        ] * (self.sp > 1)
+        parts += [f"sp {self.sp}{mode}{f' {self.chunks}' if self.chunks else ''}"] if self.sp > 1 else []
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"pp {self.pp} {self.schedule}"] if self.pp > 1 else []
         parts += [f"dp {dp}"] if dp > 1 or not parts else []
-        parts += (
-            [f"ep {self.ep}" + (f" in {self.moe_chunks} chunks" if self.moe_chunks > 1 else "")] if self.ep > 1 else []
-        )
+        parts += [f"ep {self.ep}{chunks}"] if self.ep > 1 else []
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += [f"recompute {self.recompute}"] if self.recompute else []
         return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
@@ -103,9 +91,8 @@ class ParallelPlan:
         made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
         made += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
         made += [f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}"] * (self.pp > 1)
-        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1) + [f"--moe-chunks {self.moe_chunks}"] * (
-            self.moe_chunks > 1
-        )
+        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1)
+        made += [f"--moe-chunks {self.moe_chunks}"] * (self.moe_chunks > 1)
         made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
         made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
         made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
@@ -114,23 +101,15 @@ class ParallelPlan:
     def apply(self, base: Config) -> Config:
         """Return a normalised copy of a configuration with this layout."""
         config = copy.copy(base)  # unchanged sections are shared: a search makes thousands of copies
-        config.parallel, config.kernels, config.batch = (
-            copy.copy(base.parallel),
-            copy.copy(base.kernels),
-            copy.copy(base.batch),
-        )
-        parallel, kernels = config.parallel, config.kernels
+        parallel, kernels, batch = copy.copy(base.parallel), copy.copy(base.kernels), copy.copy(base.batch)
+        config.parallel, config.kernels, config.batch = parallel, kernels, batch
         parallel.tensor_model_parallel_size, parallel.sequence_parallel = self.tp, self.tp_seq
-        parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.zero_stage = (
-            self.sp,
-            self.cp,
-            self.zero,
-        )
+        parallel.sequence_parallel_size, parallel.context_parallel_size = self.sp, self.cp
+        parallel.zero_stage, parallel.cp_comm_type = self.zero, None
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
-        parallel.cp_comm_type = None
-        parallel.expert_model_parallel_size = self.ep
-        parallel.moe_chunks = self.moe_chunks
-        parallel.pipeline_model_parallel_size, parallel.pipeline_schedule = self.pp, self.schedule or None  # type: ignore[assignment]
+        parallel.expert_model_parallel_size, parallel.moe_chunks = self.ep, self.moe_chunks
+        parallel.pipeline_model_parallel_size = self.pp
+        parallel.pipeline_schedule = self.schedule or None  # type: ignore[assignment]
         parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
         parallel.sp_head_chunks = self.chunks or None
         if self.schedule != "slices":
@@ -146,7 +125,8 @@ class ParallelPlan:
             kernels.recompute_method = kernels.recompute_num_layers = None
         if self.recompute != "full":
             kernels.recompute_attention = "none"
-        kernels.recompute_granularity, kernels.recompute_activations = self.recompute, False  # type: ignore[assignment]
+        kernels.recompute_granularity = self.recompute  # type: ignore[assignment]
+        kernels.recompute_activations = False
         config.batch.micro_batch_size = self.micro_batch
         return normalize(config)
 
@@ -159,16 +139,15 @@ def default_batch(config: Config, gpus: int) -> int:
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     sizes = [round(wanted / n) * n for n in divisors if n <= wanted]
     near = [size for size in sizes if abs(size - wanted) <= wanted / 4]  # the last is that of the largest divisor
-    ranks = gpus // max(
-        n for n in divisors if n <= model.num_attention_heads
-    )  # a sequence each, even with all heads on their own
+    # a sequence each, even with all heads on their own
+    ranks = gpus // max(n for n in divisors if n <= model.num_attention_heads)
     if near[-1] % ranks:
         return math.ceil(wanted / gpus) * gpus * micro
     return near[-1] * micro
 
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield layouts in pp, tp, tp_seq, sp, cp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults."""
+    """Yield layouts in pp, tp, tp_seq, sp, cp and overlap mode; all else of them has its default."""
     for pp in _pps(base, given, gpus, per_node):
         for schedule in _schedules(base, pp) if pp > 1 else ("",):
             for frame in _without_stages(base, given, gpus // pp, per_node):
@@ -177,17 +156,22 @@ def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[Par
 
 
 def _goes_with_stages(frame: ParallelPlan, given: Given) -> bool:
-    """Return whether a layout is worth a look within a pipeline, of which there are many: cp is for one that a flag asks for, and of the
-    modes with which exchanges overlap the best is about the same as without a pipeline."""
+    """Return whether a layout is worth a look within a pipeline, of which there are many.
+
+    cp is for one that a flag asks for, and of the modes with which exchanges overlap the best is about the same as
+    without a pipeline.
+    """
     named = {name for _, name in given}
+    of_modes = named & {"sp_overlap_mode", "sp_overlap_comm", "sp_head_chunks"}
     return all((
-        frame.cp == 1 or named & {"context_parallel_size", "cp_comm_type"}, frame.tp == 1 or frame.tp_seq or "sequence_parallel" in named,
-        (frame.mode, frame.chunks) in (("none", 0), ("chunked", 2)) or named & {"sp_overlap_mode", "sp_overlap_comm", "sp_head_chunks"},
+        frame.cp == 1 or named & {"context_parallel_size", "cp_comm_type"},
+        frame.tp == 1 or frame.tp_seq or "sequence_parallel" in named,
+        (frame.mode, frame.chunks) in (("none", 0), ("chunked", 2)) or of_modes,
     ))  # fmt: skip
 
 
 def _pps(base: Config, given: Given, gpus: int, per_node: int) -> list[int]:
-    """Return the pp sizes to try; without the flag only those that leave whole nodes to a stage, where a pipeline is the cheapest cut."""
+    """Return the pp sizes to try; without the flag those with whole nodes for a stage, where it is the cheapest cut."""
     if ("parallel", "pipeline_model_parallel_size") in given:
         return [base.parallel.pipeline_model_parallel_size]
     nodes, most = gpus // per_node, min(MOST_PP, base.model.num_layers or 1)
@@ -215,22 +199,18 @@ def _without_stages(base: Config, given: Given, gpus: int, per_node: int) -> Ite
                 for tp_seq in _tp_seqs(base, given, tp):
                     for mode, chunks in _modes(base, given, tp, sp):
                         for ep in _eps(base, given, gpus // tp * (tp if tp_seq else 1)):
-                            yield ParallelPlan(
-                                tp, tp_seq, sp, mode, chunks, cp=cp, ep=ep, moe_chunks=base.parallel.moe_chunks if ep > 1 else 1
-                            )  # fmt: skip
+                            of_experts = base.parallel.moe_chunks if ep > 1 else 1
+                            yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp, ep=ep, moe_chunks=of_experts)
 
 
 def _eps(base: Config, given: Given, ranks: int) -> list[int]:
     """Return the ep sizes to try; ``ranks``: those of a stage that have different tokens."""
-    if not base.model.num_experts:
+    experts = base.model.num_experts
+    if not experts:
         return [1]
     if ("parallel", "expert_model_parallel_size") in given:
         return [base.parallel.expert_model_parallel_size]
-    return [
-        size
-        for size in range(1, min(ranks, base.model.num_experts) + 1)
-        if ranks % size == 0 and base.model.num_experts % size == 0
-    ]
+    return [size for size in range(1, min(ranks, experts) + 1) if ranks % size == 0 == experts % size]
 
 
 def _cps(base: Config, given: Given, sp: int, of: int) -> list[int]:
@@ -245,11 +225,7 @@ def _cps(base: Config, given: Given, sp: int, of: int) -> list[int]:
 
 
 def micro_batches(base: Config, given: Given, dp: int, shares: int) -> list[int]:
-    """Return micro-batch sizes that divide the global batch, from the smallest to the first that keeps a rank busy enough.
-
-    Args:
-        shares: ranks that share a sequence.
-    """
+    """Return micro-batch sizes that divide the global batch, up to the first that keeps a rank of ``shares`` busy."""
     if ("batch", "micro_batch_size") in given:
         return [base.batch.micro_batch_size]
     each = max(1, (base.batch.global_batch_size or dp) // max(1, dp))
@@ -259,7 +235,7 @@ def micro_batches(base: Config, given: Given, dp: int, shares: int) -> list[int]
 
 
 def savings(base: Config, given: Given, ranks: int) -> list[Saving]:
-    """Return the ZeRO stages and recomputations to try, cheapest in time first; ``ranks``: number of ranks with the same parameters."""
+    """Return the ZeRO stages and recomputations to try, cheapest first; ``ranks`` have the same parameters."""
     stages = [base.parallel.zero_stage] if ("parallel", "zero_stage") in given else [1, 0, 2, 3] if ranks > 1 else [0]
     fixed = any(("kernels", name) in given for name in ("recompute_granularity", "recompute_activations"))
     kinds = [base.kernels.recompute_granularity] if fixed else RECOMPUTE
@@ -267,7 +243,7 @@ def savings(base: Config, given: Given, ranks: int) -> list[Saving]:
 
 
 def most_saving(tries: list[Saving]) -> list[Saving]:
-    """Return the candidates for least memory: full savings at all stages, since the buffers of stage 3 may exceed what it saves."""
+    """Return the candidates for least memory: at all stages, since the buffers of stage 3 may exceed what it saves."""
     return [(stage, kind) for stage, kind in tries if kind == tries[-1][1]]
 
 

@@ -1,4 +1,4 @@
-"""Picture of the plan (--picture): memory of a GPU by kind for the best layouts, the GPU's capacity, and tokens per second.
+"""Picture of the plan (--picture): memory of a GPU by kind for the best layouts, its capacity, and tokens per second.
 
 In an SVG who sends which rows to whom stands below, if the best layout has context parallelism.
 """
@@ -21,26 +21,20 @@ from megatron_sp.utils.output_file import require_place, write_output
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 _COLOURS = {
-    "parameters": "#0072B2",
-    "gradients": "#E69F00",
-    "optimizer": "#009E73",
-    "activations": "#56B4E9",
+    "parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73", "activations": "#56B4E9",
     "reserve": "#C9C9C9",
-}
+}  # fmt: skip
 
 
 def check_picture(path: Path, context: bool = False) -> None:
-    """Check, before the search, that the picture can be drawn and written.
+    """Check, before the search, that the picture can be drawn and written; ``context``: all layouts have cp > 1.
 
-    Args:
-        context: all layouts have context parallelism, whose part of an SVG needs no matplotlib.
     Raises:
         ConfigError: matplotlib or the folder is missing, or the file type is not supported.
     """
-    if not (context and is_svg(path)) and not availability.find("matplotlib").available:
-        raise ConfigError(
-            "--picture needs matplotlib: pip install -e '.[plot]', or leave it out: the text has the bars as well"
-        )
+    if not (context and is_svg(path)) and not availability.find("matplotlib").available:  # the part of cp needs none
+        way = "pip install -e '.[plot]', or leave it out: the text has the bars as well"
+        raise ConfigError(f"--picture needs matplotlib: {way}")
     require_place(path, "--picture")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {path}: the name must end in .png, .svg or .pdf")
@@ -71,9 +65,8 @@ def draw(best: Sequence[Candidate], path: Path, title: str, context: str = "") -
 
 def _bars(best: Sequence[Candidate], path: Path, title: str) -> bytes:
     package = availability.load("matplotlib")
-    figures = importlib.import_module(
-        f"{package.__name__}.figure"
-    )  # not pyplot, which needs a display and has global state
+    # not pyplot, which needs a display and has global state
+    figures = importlib.import_module(f"{package.__name__}.figure")
     figure = figures.Figure(figsize=(12, 1.9 + 0.55 * len(best)), layout="constrained")
     figure.suptitle(title, fontsize=11, fontweight="bold")
     memory, speed = figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])
@@ -81,13 +74,8 @@ def _bars(best: Sequence[Candidate], path: Path, title: str) -> bytes:
     _memory(memory, best)
     speed.barh(places, [c.tokens_per_second / c.machine.gpus for c in best], color="#882255", height=0.65)
     for place, candidate in zip(places, best, strict=True):
-        speed.text(
-            candidate.tokens_per_second / candidate.machine.gpus,
-            place,
-            f" MFU {candidate.mfu:.0%}",
-            va="center",
-            fontsize=8,
-        )
+        of_gpu = candidate.tokens_per_second / candidate.machine.gpus
+        speed.text(of_gpu, place, f" MFU {candidate.mfu:.0%}", va="center", fontsize=8)
     speed.margins(x=0.22)
     speed.set_xlabel("predicted tokens/s for each GPU")
     memory.set_yticks(places, [c.layout.words(c.machine.gpus) for c in best], fontsize=8)
@@ -107,16 +95,8 @@ def _memory(axes: Any, best: Sequence[Candidate]) -> None:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     have = best[0].machine.memory_bytes / GIB
     axes.axvline(have, color="#CC0000", linewidth=1.5)
-    axes.annotate(
-        f"{have:.1f} GiB",
-        (have, 0),
-        (-3, 3),
-        textcoords="offset points",
-        fontsize=8,
-        color="#CC0000",
-        rotation=90,
-        ha="right",
-    )
+    style = {"textcoords": "offset points", "fontsize": 8, "color": "#CC0000", "rotation": 90, "ha": "right"}
+    axes.annotate(f"{have:.1f} GiB", (have, 0), (-3, 3), **style)
     axes.set_xlim(0, 1.05 * have)
     axes.set_xlabel("GiB of a GPU at the worst moment")
     axes.legend(fontsize=8, ncols=len(KINDS), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)

@@ -1,11 +1,11 @@
 """Search of all layouts for the fastest ones that fit, with a reason for each group of those that do not.
 
-Rough forms of memory and time order all layouts (``estimate/rough.py``, ``rough_time.py``). Of each choice of axes the fastest
-are run without contents, and these runs tell what they need and how fast they are (``fake_run.py``). A layout that only
-saves more memory than a fitting one, at the same or a higher cost in time, is skipped: ZeRO stages and recomputation
-are tried from the cheapest on until one fits, larger micro-batches as long as one fits, and for each combination only
-the largest few micro-batches that fit are timed. What does not fit with the smallest micro-batch is not tried with
-larger ones.
+Rough forms of memory and time order all layouts (``estimate/rough.py``, ``forecast.py``). Of each choice of axes the
+fastest are run without contents, and these runs tell what they need and how fast they are (``fake_run.py``). A layout
+that only saves more memory than a fitting one, at the same or a higher cost in time, is skipped: ZeRO stages and
+recomputation are tried from the cheapest on until one fits, larger micro-batches as long as one fits, and for each
+combination only the largest few micro-batches that fit are timed. What does not fit with the smallest micro-batch is
+not tried with larger ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_plan import Device, MemoryPlan
 from megatron_sp.estimate.rough import rough_ranks
 from megatron_sp.estimate.suggestions import with_saves
-from megatron_sp.planner.forecast import step_flops
+from megatron_sp.planner.forecast import rough_seconds, step_flops
 from megatron_sp.planner.machine import Machine, reserve
 from megatron_sp.planner.parallel_plans import (
     Axes,
@@ -38,15 +38,12 @@ from megatron_sp.planner.parallel_plans import (
     saves_no_less,
     savings,
 )
-from megatron_sp.planner.rough_time import rough_seconds
 from megatron_sp.planner.timeline import StepTime
 
 TIGHT = 0.95  # share of the memory above which a layout counts as tight
 FINALISTS = 24  # layouts that are run
 _AXES = 8  # choices of axes among them
-_SURE = (
-    0.93  # share of the rough form's memory that a layout which is run must fit into: whether it does, the run tells
-)
+_SURE = 0.93  # of the memory by the rough form must fit for a layout to be run, which then tells whether all of it does
 _ROUNDS = 3  # of runs
 _FEW = 4  # runs that are not worth another process
 _PROCESSES = 16  # at most: each is a Python of its own, with torch
@@ -55,22 +52,16 @@ _SIZES = 3  # micro-batch sizes of a layout that are timed: the largest, a half 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits.
-
-    Attributes:
-        reserve: bytes reserved for anything but tensors.
-        tokens: number of tokens of a step.
-        model_flops: FLOPs of a step for MFU, counting the query-key pairs that the mask leaves.
-    """
+    """A layout that fits."""
 
     layout: ParallelPlan
     config: Config
     machine: Machine
     memory: MemoryPlan
-    reserve: int
+    reserve: int  # bytes for anything but tensors
     time: StepTime
-    tokens: int
-    model_flops: float
+    tokens: int  # of a step
+    model_flops: float  # of a step for MFU, counting the query-key pairs that the mask leaves
 
     @property
     def tokens_per_second(self) -> float:
@@ -95,17 +86,11 @@ class Candidate:
 
 @dataclass
 class Rejected:
-    """Layouts rejected for the same reason.
+    """Layouts rejected for the same reason."""
 
-    Attributes:
-        who: their common tp, sp, cp and pp sizes.
-        why: the rule they break, or the memory of the one that needs least.
-        needs: bytes of that one; 0 if they break a rule.
-    """
-
-    who: str
-    why: str
-    needs: int = 0
+    who: str  # their common tp, sp, cp and pp sizes
+    why: str  # the rule they break, or the memory of the one that needs least
+    needs: int = 0  # bytes of that one; 0 if they break a rule
 
 
 class Tried(NamedTuple):
@@ -119,21 +104,13 @@ class Tried(NamedTuple):
 
 @dataclass
 class Findings:
-    """Results of a search.
+    """Results of a search."""
 
-    Attributes:
-        candidates: layouts that were run, and fit, fastest first; those that leave under 5 % of the memory come last.
-        fitting: layouts that fit by the rough form, fastest first.
-        rejected: the others.
-        smallest: (bytes, layout) of the layout that needs least memory, whether it fits or not.
-        tried: number of layouts whose memory was computed.
-    """
-
-    candidates: list[Candidate] = field(default_factory=list)
-    fitting: list[Tried] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)  # were run, and fit, fastest first; tight ones come last
+    fitting: list[Tried] = field(default_factory=list)  # by the rough form, fastest first
     rejected: list[Rejected] = field(default_factory=list)
-    smallest: tuple[int, ParallelPlan] | None = None
-    tried: int = 0
+    smallest: tuple[int, ParallelPlan] | None = None  # bytes and layout that needs least, whether it fits or not
+    tried: int = 0  # layouts whose memory was computed
 
     def best_of_each(self) -> list[Candidate]:
         """Return the first candidate for each choice of tp, sp, cp and pp sizes."""
@@ -155,13 +132,12 @@ def search(base: Config, given: Given, machine: Machine, processes: int = 1, fin
     """
     found, least, refused = Findings(), dict[Axes, tuple[int, ParallelPlan]](), dict[str, list[ParallelPlan]]()
     for layout in frames(base, given, machine.gpus, machine.per_node):
-        if broken := _broken(layout, base, machine.gpus):
+        # the first rule that it breaks with micro-batches of 1
+        if broken := next(iter(violations(layout.apply(base), machine.gpus)), ""):
             refused.setdefault(broken, []).append(layout)
             continue
-        for needs, smallest in _Frame(layout, base, given, machine).fill(found):
-            least[layout.axes] = min(
-                least.get(layout.axes, (needs, smallest)), (needs, smallest), key=lambda each: each[0]
-            )
+        for one in _Frame(layout, base, given, machine).fill(found):
+            least[layout.axes] = min(least.get(layout.axes, one), one, key=lambda each: each[0])
     found.fitting.sort(key=lambda one: (one.seconds, one.needs))
     found.fitting += _in_chunks(found, base, given, machine)
     found.fitting.sort(key=lambda one: (one.seconds, one.needs))
@@ -175,7 +151,7 @@ def search(base: Config, given: Given, machine: Machine, processes: int = 1, fin
 def _run(
     found: Findings, machine: Machine, processes: int, finalists: int, least: dict[Axes, tuple[int, ParallelPlan]]
 ) -> None:
-    """Run the best layouts, of each choice of axes the fastest first; of axes whose best do not fit the next ones, until some do."""
+    """Run the best layouts, of each choice of axes the fastest first; where none fits the next ones, until some do."""
     left, done = list(found.fitting), set[ParallelPlan]()
     for _ in range(_ROUNDS):
         if not left:
@@ -196,26 +172,21 @@ def _run(
                 found.candidates.append(candidate)
             else:
                 found.fitting.remove(one)
-                least[one.layout.axes] = min(
-                    least[one.layout.axes], (candidate.needs, one.layout), key=lambda each: each[0]
-                )
+                axes, needs = one.layout.axes, (candidate.needs, one.layout)
+                least[axes] = min(least[axes], needs, key=lambda each: each[0])
         missing = {one.layout.axes for one in batch} - {c.layout.axes for c in found.candidates}
-        left = [
-            one
-            for one in found.fitting
-            if one.layout not in done and (one.layout.axes in missing or not found.candidates)
-        ]
+        left = [one for one in found.fitting if one.layout not in done]
+        left = [one for one in left if one.layout.axes in missing or not found.candidates]
     found.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
 
 
 def _predictions(batch: Sequence[Tried], machine: Machine, processes: int) -> list[Candidate | None]:
-    """Return what runs of layouts predict, in several processes where there are many; where these cannot be had, this one runs all."""
+    """Return what runs of layouts predict, in several processes where there are many and the system allows them."""
     if processes > 1 and len(batch) >= _FEW:
         context = multiprocessing.get_context("spawn")  # this process may have threads
         try:
-            with ProcessPoolExecutor(
-                min(processes, _PROCESSES, len(batch)), context, initializer=_leave_interrupts
-            ) as pool:
+            number = min(processes, _PROCESSES, len(batch))
+            with ProcessPoolExecutor(number, context, initializer=_leave_interrupts) as pool:
                 return list(pool.map(partial(_predicted, machine=machine), batch))
         except (BrokenProcessPool, OSError, NotImplementedError):
             pass
@@ -263,11 +234,6 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _broken(frame: ParallelPlan, base: Config, gpus: int) -> str:
-    """Return the first rule that the layout breaks at micro-batch size 1; "" if there is none."""
-    return next(iter(violations(frame.apply(base), gpus)), "")
-
-
 class _Frame:
     """Search over micro-batch sizes, ZeRO stages and recomputations of one layout of ``frames``."""
 
@@ -303,7 +269,7 @@ class _Frame:
         return tried
 
     def _add(self, tries: list[Saving], size: int, found: Findings, taken: Counter[Saving], smallest: int) -> None:
-        """Add the candidates of a micro-batch size; what does not fit with the smallest one is not tried with others."""
+        """Add the candidates of a micro-batch size; what does not fit with the smallest is not tried with others."""
         fits: list[Saving] = []
         for saving in tries:
             if any(saves_no_less(other, saving) and other[0] > 0 for other in fits):
@@ -343,11 +309,10 @@ class _Frame:
 
 
 def num_groups(layout: ParallelPlan, gpus: int) -> int:
-    """Return the number of a rank's communicators with more than one member: those of the axes, five of a pipeline, two of ep."""
+    """Return the number of a rank's communicators with several members: of the axes, five of a pipeline, two of ep."""
     of_stages = 5 * (layout.pp > 1) + 2 * (layout.ep > 1)  # each direction to each neighbour, and all stages
-    return of_stages + sum(
-        size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp)
-    )
+    sizes = (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp)
+    return of_stages + sum(size > 1 for size in sizes)
 
 
 def _too_large(least: dict[Axes, tuple[int, ParallelPlan]], fitting: set[Axes], machine: Machine) -> list[Rejected]:

@@ -312,7 +312,7 @@ class Replay:
         return taken
 
     def of(self, events: Sequence[Event], calls: dict[int, tuple[Key, int]], is_update: bool) -> Counter[Any]:
-        """Go on by a stretch of a step; return its seconds by cause, and the bytes that can hide by (key, under what)."""
+        """Go on by a stretch of a step; return seconds by cause, and bytes that can hide by (key, under what)."""
         found: Any = Counter()
         gpu = self._machine.gpu if self._machine is not None else _SOME_GPU
         for cost, call, is_wait, is_weight in events:

@@ -16,9 +16,8 @@ from megatron_sp.planner.command import read_model
 from megatron_sp.planner.fake_run import step_time
 from megatron_sp.planner.hardware import GPUS, LINKS
 from megatron_sp.planner.machine import Machine
-from megatron_sp.planner.report import text
+from megatron_sp.planner.report import share_of_attention, text
 from megatron_sp.planner.search import search
-from megatron_sp.planner.splits import share_of_attention
 from megatron_sp.planner.timeline import StepTime
 
 H100, FAR = GPUS["h100-80g"], LINKS["ib-400g"]
