@@ -60,7 +60,7 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Par
 
 
 def find_changes(base: Config, given: Given, machine: Machine) -> list[Change]:
-    """Return up to three changes, sufficient ones first: each alone and, if these do not suffice, mild ones combined."""
+    """Return up to three changes, sufficient ones first: each alone and, if they do not suffice, mild ones combined."""
     now = least_memory(base, given, machine)
     tried = list(_tried(base, given, machine, now[0] if now else 0))
     found = [change for change, _ in tried]

@@ -19,7 +19,10 @@ from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.planner.context_rows import ContextRows, below, context_matrix, context_svg, mask_of_row
 
 SVG = "{http://www.w3.org/2000/svg}"
-MODEL = "--attention-dropout 0 --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --vocab-size 1000 --micro-batch-size 1 --zero-stage 1"
+MODEL = (
+    "--attention-dropout 0 --num-layers 2 --hidden-size 256 --num-attention-heads 4"
+    " --seq-length 1024 --vocab-size 1000 --micro-batch-size 1 --zero-stage 1"
+)
 PLAN = f"--gpus 8 --gpu h100-80g {MODEL} --tp-size 1 --sp-size 1"
 
 
