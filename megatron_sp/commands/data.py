@@ -149,7 +149,7 @@ def _facts(dataset: IndexedDataset) -> dict[str, Any]:
 
 def _documents(dataset: IndexedDataset, args: argparse.Namespace) -> list[dict[str, Any]]:
     from megatron_sp.config.schema import DataConfig
-    from megatron_sp.data.merge_split import document_tokens
+    from megatron_sp.data.indexed_dataset import document_tokens
     from megatron_sp.data.tokenizers import build_tokenizer
 
     data = DataConfig(
@@ -171,14 +171,16 @@ def _documents(dataset: IndexedDataset, args: argparse.Namespace) -> list[dict[s
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from megatron_sp.data.merge_split import merge_datasets, summary
+    from megatron_sp.data.indexed_dataset import summary
+    from megatron_sp.data.writer import merge_datasets
 
     print(summary(merge_datasets(args.prefix, args.output)))
     return EXIT_OK
 
 
 def _split(args: argparse.Namespace) -> int:
-    from megatron_sp.data.merge_split import split_dataset, summary
+    from megatron_sp.data.indexed_dataset import summary
+    from megatron_sp.data.writer import split_dataset
 
     try:
         weights = [float(word) for word in args.weights.split(",")]

@@ -1,10 +1,4 @@
-"""Digest file ``PREFIX.sha256`` beside ``PREFIX.bin`` and ``PREFIX.idx``: the SHA-256 that both files must have.
-
-It has the format that ``sha256sum`` writes and ``sha256sum -c`` reads: one line per file with 64 hexadecimal digits,
-two spaces and the file name. It is written together with the data set (``writer``); ``megatron-sp data verify`` checks
-it, and can create one for data without it. A pair that was renamed together with it is still recognised: files are
-identified by their suffix.
-"""
+"""Digest file ``PREFIX.sha256`` beside ``PREFIX.bin`` and ``PREFIX.idx``, in the format of ``sha256sum``."""
 
 from __future__ import annotations
 
@@ -19,15 +13,13 @@ from megatron_sp.utils.files import atomic_write_text
 SUFFIX = ".sha256"
 _MAX_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 22
+# a pair that was renamed together with its digests is still recognised: files are identified by their suffix
 _LINE = re.compile(r"\\?([0-9a-f]{64}) [ *](.+(\.bin|\.idx))")
+_ANEW = "and --write-digest creates one for the files as they are"
 
 
 def text_of(prefix: str, digests: Mapping[str, str]) -> str:
-    """Return the contents of a digest file.
-
-    Args:
-        digests: suffix (".bin", ".idx") -> SHA-256 in hexadecimal digits.
-    """
+    """Return the contents of a digest file, given the SHA-256 (hex) of each suffix."""
     return "".join(f"{digest}  {os.path.basename(prefix)}{suffix}\n" for suffix, digest in digests.items())
 
 
@@ -40,14 +32,10 @@ def write(prefix: str, digests: Mapping[str, str]) -> None:
 
 
 def read(prefix: str) -> dict[str, str] | None:
-    """Read the digests by suffix; None if there is no digest file.
-
-    Raises:
-        DataError: the file cannot be read, or does not list each file of the pair exactly once.
-    """
+    """Read the digests by suffix; None if there is no digest file. Raises DataError: it is not one."""
     path = prefix + SUFFIX
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO of this name must not block
             data = file.read(_MAX_BYTES)
     except FileNotFoundError:
         return None
@@ -56,28 +44,21 @@ def read(prefix: str) -> dict[str, str] | None:
     lines = [_LINE.fullmatch(line) for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
     digests = {match[3]: match[1] for match in lines if match is not None}
     if len(lines) != 2 or set(digests) != {".bin", ".idx"}:
-        raise DataError(
-            f"{path} is not in sha256sum's format: it must have one line for the .bin and one for the .idx, digits, two spaces, name."
-            " Delete it, and --write-digest creates one for the files as they are"
-        )
+        form = "one line for the .bin and one for the .idx, digits, two spaces, name"
+        raise DataError(f"{path} is not in sha256sum's format: it must have {form}. Delete it, {_ANEW}")
     return digests
 
 
-def compare(prefix: str, found: Mapping[str, str]) -> bool:
-    """Compare the files with their digest file; return False if there is none.
-
-    Args:
-        found: actual digests of the files, by suffix.
-    Raises:
-        DataError: a digest differs, or the digest file cannot be read.
-    """
+def compare(prefix: str, actual: Mapping[str, str]) -> bool:
+    """Compare actual digests with the digest file; False if there is none. Raises DataError: they differ."""
     wanted = read(prefix)
     for suffix, digest in (wanted or {}).items():
-        if found[suffix] != digest:
-            raise DataError(
-                f"{prefix}{suffix} is not what was written: SHA-256 {found[suffix]}, and {prefix}{SUFFIX} says {digest}. Restore it from"
-                f" its source; if it was meant to change, delete {prefix}{SUFFIX}, and --write-digest creates one for the files as they are"
+        if actual[suffix] != digest:
+            says = (
+                f"SHA-256 {actual[suffix]}, and {prefix}{SUFFIX} says {digest}. Restore it from its source; if it was"
             )
+            way = f"meant to change, delete {prefix}{SUFFIX}, {_ANEW}"
+            raise DataError(f"{prefix}{suffix} is not what was written: {says} {way}")
     return wanted is not None
 
 

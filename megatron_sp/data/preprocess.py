@@ -35,7 +35,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data.idx_format import token_dtype
+from megatron_sp.data.indexed_dataset import token_dtype
 from megatron_sp.data.text_input import (
     BAD_DOCUMENT,
     WHOLE,

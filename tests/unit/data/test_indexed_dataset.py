@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.data.idx_format import DTYPES, HEADER, MAGIC, token_dtype
-from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.indexed_dataset import DTYPES, HEADER, MAGIC, IndexedDataset, token_dtype
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import DataError, DiskError
 

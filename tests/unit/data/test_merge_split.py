@@ -11,8 +11,7 @@ import pytest
 
 from megatron_sp.commands.cli import main
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.merge_split import merge_datasets, split_dataset
-from megatron_sp.data.writer import IndexedDatasetWriter
+from megatron_sp.data.writer import IndexedDatasetWriter, merge_datasets, split_dataset
 from megatron_sp.utils.errors import ConfigError, DataError
 
 DOCUMENTS = [[[1, 2], [3]], [], [[4]], [[5, 6, 7], [8], [9, 10]], [[11]]]
