@@ -1,12 +1,4 @@
-"""Blending of several data sets by weight: each sample comes from the set that lags furthest behind its share.
-
-The rule is greedy and sequential (Megatron-LM's build_blending_indices): with t_d samples taken from set d, sample i
-comes from argmax_d (w_d * max(i, 1) - t_d), the lowest d on a tie. A loop over i in Python would take many seconds for
-a long run, so the range is split into chunks that are processed side by side, with one numpy operation for all of them:
-each chunk starts from a guess of the counts before it, and every chunk whose guess differs from the counts at the end
-of the previous chunk is recomputed from those. Once no guess is wrong, the result equals that of the loop bit for bit;
-the lags stay small, so a few passes suffice.
-"""
+"""Blending of several data sets by weight: each sample comes from the set that lags furthest behind its share."""
 
 from __future__ import annotations
 
@@ -16,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.data.dataset import CombinedDataset, SampleSet, hash_of
+from megatron_sp.utils.errors import ConfigError, DataError
 
 _SURPLUS = 0.005
 _MIN_CHUNK = 256
@@ -34,51 +27,42 @@ class Blend(NamedTuple):
 def parse_blend(parts: tuple[str, ...], flag: str = "--data-path") -> Blend:
     """Parse PREFIX, PREFIX PREFIX PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...
 
-    An odd number of words is read as prefixes; an even number as pairs if the first word of any pair is a number,
-    otherwise as prefixes.
+    An even number of words is pairs if the first word of any pair is a number; all else is prefixes.
 
     Raises:
         ConfigError: a weight is not a number above 0, or there are too many data sets.
     """
-    weights: tuple[float, ...] | None = None
-    prefixes = parts
-    if len(parts) % 2 == 0 and any(_as_number(word) is not None for word in parts[::2]):
-        values = [_as_number(word) for word in parts[::2]]
+    values: list[float | None] = []
+    for word in parts[::2] if len(parts) % 2 == 0 else ():
+        try:
+            values.append(float(word))
+        except ValueError:
+            values.append(None)
+    blend = Blend(parts, None)
+    if any(value is not None for value in values):
         for word, value in zip(parts[::2], values, strict=True):
             if value is None or not (0 < value < math.inf):
-                raise ConfigError(
-                    f"{flag}: '{word}' must be a weight above 0: give WEIGHT PREFIX pairs, leave out sets of weight 0"
-                )
-        weights, prefixes = tuple(v for v in values if v is not None), parts[1::2]
-    if len(prefixes) > MAX_SETS:
-        raise ConfigError(f"{flag}: {len(prefixes)} data sets: at most {MAX_SETS} can be blended")
-    return Blend(prefixes, weights)
-
-
-def _as_number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
+                rule = "must be a weight above 0: give WEIGHT PREFIX pairs, leave out sets of weight 0"
+                raise ConfigError(f"{flag}: '{word}' {rule}")
+        blend = Blend(parts[1::2], tuple(v for v in values if v is not None))
+    if len(blend.prefixes) > MAX_SETS:
+        raise ConfigError(f"{flag}: {len(blend.prefixes)} data sets: at most {MAX_SETS} can be blended")
+    return blend
 
 
 def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the weights as float64, divided by their sum."""
     array = np.array(weights, dtype=np.float64)
-    if float(array.max()) > np.finfo(np.float64).max / len(
-        array
-    ):  # their sum could overflow; a power of two changes no share
-        array = np.ldexp(array, -MAX_SETS.bit_length())
+    if float(array.max()) > np.finfo(np.float64).max / len(array):  # their sum could overflow
+        array = np.ldexp(array, -MAX_SETS.bit_length())  # a power of two changes no share
     result: np.ndarray = array / np.sum(array)
     return result
 
 
 def blending_weights(weights: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the weights for ``build_blending_indices`` if the user gave weights: normalised twice, as in Megatron-core.
-
-    The second division can change the last bit of a weight if the first results do not sum to exactly 1, and that bit
-    decides near-ties.
-    """
+    """Return the weights for ``build_blending_indices`` if the user gave weights: normalised twice."""
+    # As Megatron-core does: the second division can change the last bit of a weight if the first results do not sum to
+    # exactly 1, and that bit decides near-ties.
     return normalized(normalized(weights))
 
 
@@ -88,25 +72,32 @@ def samples_per_set(weights: np.ndarray, num_samples: int) -> list[int]:
 
 
 def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute for each sample of the blend its data set and its index in that set.
+    """Compute for each sample of the blend its data set, int16 [n], and its index in that set, int64 [n].
 
     Args:
         weights: float64 [k], above 0, summing to 1.
-    Returns:
-        int16 [n] set, int64 [n] sample of that set.
     """
+    # The rule is greedy and sequential (Megatron-LM's build_blending_indices): with t_d samples taken from set d,
+    # sample i comes from argmax_d (w_d * max(i, 1) - t_d), the lowest d on a tie. A Python loop over i takes many
+    # seconds, so the range is split into chunks that are walked side by side, each from a guess of the counts before it;
+    # a chunk whose guess differs from the counts at the end of the previous one is walked again from those. Once no
+    # guess is wrong, the result equals the loop's bit for bit; the lags stay small, so a few passes suffice.
     num_chunks = max(1, min(_MAX_CHUNKS, num_samples // _MIN_CHUNK))
     size = -(-num_samples // num_chunks)  # samples per chunk; the surplus of the last one is cut off
     starts = np.arange(num_chunks, dtype=np.int64) * size
     sets = np.empty((size, num_chunks), np.int16)
     samples = np.empty((size, num_chunks), np.int64)
-    taken_before = _guess(weights, starts)
+    # the guess, float64 [k, chunks]: the shares rounded by largest remainder, so that they sum to the chunk's start
+    share = weights[:, None] * starts
+    taken_before = np.floor(share)
+    missing = starts - taken_before.sum(axis=0)
+    remainder_rank = np.argsort(np.argsort(taken_before - share, axis=0, kind="stable"), axis=0, kind="stable")
+    taken_before += remainder_rank < missing
     taken_after = np.empty_like(taken_before)
     pending = np.arange(num_chunks)
     while pending.size:
-        sets[:, pending], samples[:, pending], taken_after[:, pending] = _walk(
-            weights, starts[pending], size, taken_before[:, pending]
-        )
+        walk = _walk(weights, starts[pending], size, taken_before[:, pending])
+        sets[:, pending], samples[:, pending], taken_after[:, pending] = walk
         follows = pending[pending + 1 < num_chunks]
         wrong = follows[(taken_before[:, follows + 1] != taken_after[:, follows]).any(axis=0)] + 1
         taken_before[:, wrong] = taken_after[:, wrong - 1]
@@ -114,21 +105,11 @@ def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.nd
     return sets.T.reshape(-1)[:num_samples], samples.T.reshape(-1)[:num_samples]
 
 
-def _guess(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """float64 [k, chunks]: guessed counts before each chunk, the shares rounded by largest remainder so that they sum to its start."""
-    share = weights[:, None] * starts
-    taken = np.floor(share)
-    missing = starts - taken.sum(axis=0)
-    rank = np.argsort(np.argsort(taken - share, axis=0, kind="stable"), axis=0, kind="stable")
-    return taken + (rank < missing)
-
-
 def _walk(
     weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # Apply the rule to several ranges of ``size`` samples at once. starts: [ranges], first sample of each range. taken:
-    # float64 [k, ranges], samples taken from each set before it. Sets and samples, both [size, ranges], and the samples
-    # taken from each set by the end of each range, [k, ranges].
+    # Apply the rule to ranges of ``size`` samples at once. taken: float64 [k, ranges], samples taken from each set
+    # before each range. Returns sets and samples, [size, ranges], and what is taken by the end, [k, ranges].
     taken = np.array(taken, order="C")
     flat = taken.reshape(-1)  # a view: one flat index is cheaper than a pair
     sets = np.empty((size, starts.size), np.int16)
@@ -144,7 +125,7 @@ def _walk(
 
 
 def _argmax_of_few(lags: np.ndarray) -> np.ndarray:
-    """argmax over dim 0 of [k, ranges], the lowest index on a tie; for small k one comparison per row is faster than numpy's own."""
+    # argmax over dim 0 of [k, ranges], the lowest index on a tie; for small k faster than numpy's own
     if len(lags) > 12:
         return np.argmax(lags, axis=0)
     best = lags[0].copy()
@@ -153,3 +134,42 @@ def _argmax_of_few(lags: np.ndarray) -> np.ndarray:
         chosen[lags[d] > best] = d
         np.maximum(best, lags[d], out=best)
     return chosen
+
+
+class BlendedDataset(CombinedDataset):
+    """Blend of several data sets; sample i is sample ``samples[i]`` of set ``sets[i]``.
+
+    Args:
+        weights: normalised; part of the fingerprint.
+        sets: int16 [n]. samples: int64 [n].
+    Raises:
+        DataError: the blend needs more samples of a set than it has.
+    """
+
+    def __init__(
+        self, datasets: Sequence[SampleSet], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray
+    ) -> None:
+        fingerprints = [dataset.fingerprint() for dataset in datasets]
+        super().__init__(len(sets), hash_of(kind="blend-1", weights=weights.tolist(), sets=fingerprints))
+        self.datasets, self.sets, self.samples = datasets, sets, samples
+        for dataset, count in zip(datasets, np.bincount(sets, minlength=len(datasets)).tolist(), strict=True):
+            if count > len(dataset):
+                needs = f"the blend needs {count} samples of it, it has {len(dataset)}"
+                raise DataError(f"{dataset.indexed.prefix}: {needs}")
+
+    def _place(self, i: int) -> tuple[SampleSet, int]:
+        return self.datasets[int(self.sets[i])], int(self.samples[i])
+
+
+class ChainedDataset(CombinedDataset):
+    """Passes over the same data one after another, each in its own order."""
+
+    def __init__(self, parts: Sequence[SampleSet]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+        # the first pass determines the later ones, so a longer run begins like a shorter one
+        super().__init__(int(self._ends[-1]), parts[0].fingerprint())
+
+    def _place(self, i: int) -> tuple[SampleSet, int]:
+        part = int(np.searchsorted(self._ends, i, side="right"))
+        return self.parts[part], i - (int(self._ends[part - 1]) if part else 0)

@@ -1,9 +1,14 @@
-"""Interface of the data sets of training samples, and the split of a run of tokens into inputs and labels."""
+"""Interface of the data sets of training samples, and what those of this package have in common.
+
+A sample's digest is the first 48 bits of SHA-256 over its tokens and labels: few enough for a float64 to hold them
+exactly, so they travel with the sums that a step exchanges anyway, and enough that a change is noticed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +17,8 @@ if TYPE_CHECKING:
     from megatron_sp.data.indexed_dataset import IndexedDataset
 
 Sample = dict[str, np.ndarray]
+DIGEST_BYTES = 6
+_DIGESTED = ("tokens", "labels", "label")  # masks and positions follow from these and from flags
 
 
 class Dataset(Protocol):
@@ -20,7 +27,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Sample:
-        """Return ``tokens`` int64 [s], ``labels`` int64 [s], ``loss_mask`` float32 [s]; BERT samples have more (``bert_rows``)."""
+        """Return ``tokens`` int64 [s], ``labels`` int64 [s], ``loss_mask`` float32 [s]; BERT's have more."""
         ...
 
     def fingerprint(self) -> str:
@@ -28,7 +35,7 @@ class Dataset(Protocol):
         ...
 
     def where(self, i: int) -> str:
-        """Return the origin of sample ``i`` for messages: the file and the position in it."""
+        """Return the origin of sample ``i`` for messages."""
         ...
 
 
@@ -37,33 +44,66 @@ class RowDataset(Dataset, Protocol):
     """Samples whose documents are known without reading their tokens."""
 
     def document_lengths(self, i: int) -> np.ndarray:
-        """Return the tokens of each document in sample ``i``, int64, in order and above 0; their sum is s.
+        """Return the tokens of each document in sample ``i``, int64, above 0, summing to s.
 
         Cheap where an index says it, so that every rank can ask for all rows of a step.
         """
         ...
 
 
-class FileDataset(RowDataset, Protocol):
-    """Samples of one ``.bin``/``.idx`` pair."""
+class SampleSet:
+    """Base of the data sets: their size and fingerprint; ``_sample`` and the rest of ``RowDataset`` is theirs."""
 
-    @property
-    def indexed(self) -> IndexedDataset:
-        """Data set on disk that the samples come from."""
-        ...
+    indexed: IndexedDataset  # what the samples of a ``.bin``/``.idx`` pair come from
+
+    def __init__(self, num_samples: int, fingerprint: str) -> None:
+        self._num_samples, self._fingerprint = num_samples, fingerprint
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < self._num_samples:
+            raise IndexError(f"sample {i} of {self._num_samples}")
+        return self._sample(i)
+
+    def _sample(self, i: int) -> Sample:
+        raise NotImplementedError
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def where(self, i: int) -> str:
+        return "the synthetic samples of --mock-data"
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
 
-def make_sample(stretch: np.ndarray, masked_eod: int | None) -> Sample:
-    """Split a run of tokens into inputs and labels.
+class CombinedDataset(SampleSet):
+    """Base of data sets whose samples are those of other ones, each at a ``_place``: (data set, index in it)."""
 
-    Args:
-        stretch: int64 [s + 1].
-        masked_eod: with --eod-mask-loss the end-of-document id: positions with this *input* are excluded from the loss
-            (they would have to predict the beginning of another document), as in Megatron-LM.
-    """
-    tokens, labels = stretch[:-1], stretch[1:]
+    def _place(self, i: int) -> tuple[RowDataset, int]:
+        raise NotImplementedError
+
+    def _sample(self, i: int) -> Sample:
+        dataset, index = self._place(i)
+        return dataset[index]
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        dataset, index = self._place(i)
+        return dataset.document_lengths(index)
+
+    def where(self, i: int) -> str:
+        dataset, index = self._place(i)
+        return dataset.where(index)
+
+
+def make_sample(tokens_and_last_label: np.ndarray, masked_eod: int | None) -> Sample:
+    """Split a run of tokens, int64 [s + 1], into inputs and labels, without loss where the input is ``masked_eod``."""
+    tokens, labels = tokens_and_last_label[:-1], tokens_and_last_label[1:]
     mask = np.ones(tokens.size, np.float32)
-    if masked_eod is not None:
+    if masked_eod is not None:  # what follows it is the beginning of another document: as in Megatron-LM
         mask[tokens == masked_eod] = 0.0
     return {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
@@ -71,3 +111,31 @@ def make_sample(stretch: np.ndarray, masked_eod: int | None) -> Sample:
 def hash_of(**facts: Any) -> str:
     """Return the SHA-256 (hex) of JSON-serialisable values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def sample_digest(sample: Mapping[str, np.ndarray]) -> int:
+    """Return a 48-bit digest of the tokens and labels of a sample."""
+    hasher = hashlib.sha256()
+    for name in _DIGESTED:
+        if name in sample:
+            hasher.update(name.encode())
+            hasher.update(np.ascontiguousarray(sample[name], "<i4").data)
+    return int.from_bytes(hasher.digest()[:DIGEST_BYTES], "little")
+
+
+def to_bytes(digests: Sequence[int]) -> bytes:
+    """Encode digests as six bytes each."""
+    return np.array(digests, "<u8").reshape(-1, 1).view(np.uint8)[:, :DIGEST_BYTES].tobytes()
+
+
+def from_bytes(data: bytes) -> list[int]:
+    """Decode digests. Raises ValueError: ``data`` is not a whole number of them."""
+    parts = np.frombuffer(data, np.uint8).reshape(-1, DIGEST_BYTES)
+    wide = np.zeros((len(parts), 8), np.uint8)
+    wide[:, :DIGEST_BYTES] = parts
+    return [int(value) for value in wide.view("<u8").ravel()]
+
+
+def step_digest(digests: Sequence[int]) -> str:
+    """Return a short hash of the samples of a step, in the order of the global batch."""
+    return hashlib.sha256(to_bytes(digests)).hexdigest()[:16]

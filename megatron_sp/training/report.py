@@ -18,7 +18,7 @@ import torch
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import Config, ModelConfig
-from megatron_sp.data.digests import step_digest
+from megatron_sp.data.dataset import step_digest
 from megatron_sp.estimate.flops import head_share, peak_tflops, step_flops_per_token
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer

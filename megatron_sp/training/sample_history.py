@@ -2,7 +2,7 @@
 
 The fingerprint of a data set is cheap: sizes, lengths, and a few probes of the tokens. It misses data that were
 replaced between the probes. So a checkpoint also holds the digest of every sample of its last steps
-(``data/digests.py``). A resume reads these samples again, distributed over the ranks, and compares. Layout and batch
+(``data/dataset.py``). A resume reads these samples again, distributed over the ranks, and compares. Layout and batch
 size may differ, since samples are identified by their numbers.
 """
 
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.comm.object_collectives import gather_json
-from megatron_sp.data.dataset import Dataset
-from megatron_sp.data.digests import from_bytes, sample_digest, to_bytes
+from megatron_sp.data.dataset import Dataset, from_bytes, sample_digest, to_bytes
 from megatron_sp.data.loader import Order, next_ids
 from megatron_sp.utils.errors import CheckpointError, DataError
 from megatron_sp.utils.strict_json import is_count

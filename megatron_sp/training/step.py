@@ -88,7 +88,7 @@ class StepResult:
     stop_requested: bool  # any rank received a signal or ran out of time
     num_loss_tokens: float  # divisor of the first term
     sample_ids: list[int] = field(default_factory=list)  # in the order of the global batch
-    sample_digests: list[int] = field(default_factory=list)  # in the same order (``data/digests.py``)
+    sample_digests: list[int] = field(default_factory=list)  # in the same order (``data/dataset.py``)
     routers: RouterReport | None = None  # of a model with experts
     decoupled_lr: float | None = None  # of word embeddings and output layer, if they have one of their own
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data import gpt_index, index_cache
+from megatron_sp.data import gpt_dataset, index_cache
 from megatron_sp.data.build import build_datasets
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import ByteTokenizer
@@ -35,7 +35,7 @@ def build(prefix: str):  # type: ignore[no-untyped-def]
 
 
 def _all_at_once(prefix: str, log: str) -> None:
-    real = gpt_index.build_gpt_index
+    real = gpt_dataset.build_gpt_index
 
     def counted(*args):  # type: ignore[no-untyped-def]
         with open(log, "a") as file:
@@ -43,7 +43,7 @@ def _all_at_once(prefix: str, log: str) -> None:
         time.sleep(0.05)  # wide enough for the others to arrive
         return real(*args)
 
-    gpt_index.build_gpt_index = counted  # type: ignore[assignment]
+    gpt_dataset.build_gpt_index = counted  # type: ignore[assignment]
     dist.barrier()
     sets = build(prefix)
     assert isinstance(sets.train.index.sample, np.memmap)

@@ -15,7 +15,7 @@ import torch
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.config.schema import Config
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
-from megatron_sp.data.gpt_index import split_bounds
+from megatron_sp.data.gpt_dataset import split_bounds
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.data.tokenizers.tokenizer import special_tokens

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_sp.data.gpt_index import split_bounds
+from megatron_sp.data.gpt_dataset import split_bounds
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.inference.evaluation.items import (

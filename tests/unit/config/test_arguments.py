@@ -19,7 +19,7 @@ from megatron_sp.config.flags.flag_help import print_help
 from megatron_sp.config.flags.flag_names import canonical, targets
 from megatron_sp.config.flags.foreign_names import meant_by
 from megatron_sp.config.schema import GROUPS, Config
-from megatron_sp.data.gpt_index import split_bounds
+from megatron_sp.data.gpt_dataset import split_bounds
 from megatron_sp.utils.errors import ConfigError
 
 SOUND = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --train-iters 10 --lr 1e-3"

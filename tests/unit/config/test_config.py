@@ -15,7 +15,7 @@ from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.rules import normalize, validate, violations
 from megatron_sp.config.rules_batch import step_violation
 from megatron_sp.config.schema import GROUPS, Config, diff
-from megatron_sp.data.gpt_index import split_bounds
+from megatron_sp.data.gpt_dataset import split_bounds
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
 from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions, MockBERTDataset
-from megatron_sp.data.bert_rows import pack
+from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions, MockBERTDataset, pack
+from megatron_sp.data.blend import BlendedDataset, ChainedDataset
 from megatron_sp.data.build import Datasets, build_bert_datasets
 from megatron_sp.data.dataset import Dataset, Sample
-from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
@@ -259,7 +258,7 @@ def test_packed_rows_are_the_samples_one_after_another(num_samples: int | None, 
     packed = BERTDataset(indexed, (0, 60), options, num_samples=num_samples, tokenizer=Words())
     assert packed.rows is not None and len(packed) >= (num_samples or 1)
     plain = BERTDataset(indexed, (0, 60), options, num_samples=num_samples, tokenizer=Words())
-    plain.index, plain.rows = packed.index, None
+    plain.index, plain.rows, plain._num_samples = packed.index, None, len(packed.index)
     for i in range(len(packed)):
         row, n = packed[i], real_tokens(packed[i])
         parts = [unpadded(plain[k]) for k in range(int(packed.rows[i]), int(packed.rows[i + 1]))]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_sp.checkpoint.manifest import encode_state
-from megatron_sp.data.digests import from_bytes, sample_digest, step_digest, to_bytes
+from megatron_sp.data.dataset import from_bytes, sample_digest, step_digest, to_bytes
 from megatron_sp.data.gpt_dataset import GPTOptions, MockGPTDataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import ByteTokenizer

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_sp.config.schema import DataConfig
+from megatron_sp.data.blend import BlendedDataset, ChainedDataset
 from megatron_sp.data.build import Datasets, build_bert_datasets, build_datasets
 from megatron_sp.data.dataset import RowDataset
-from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from megatron_sp.config.schema import DataConfig
+from megatron_sp.data.blend import BlendedDataset, ChainedDataset
 from megatron_sp.data.build import Datasets, Evaluation, build_datasets
-from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions, MockGPTDataset
+from megatron_sp.data.gpt_dataset import GPTDataset, GPTOptions, MockGPTDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.data import gpt_index
-from megatron_sp.data.gpt_index import build_gpt_index, plan_epochs, split_bounds
+from megatron_sp.data import gpt_dataset
+from megatron_sp.data.gpt_dataset import build_gpt_index, plan_epochs, split_bounds
 from megatron_sp.utils.errors import ConfigError
 
 LENGTHS = np.array([5, 3, 7, 2, 6], np.int32)
@@ -142,22 +142,22 @@ def test_a_million_documents_are_quick() -> None:
 def test_long_streams_do_not_overflow() -> None:
     """Positions beyond 2**31 tokens, and small chunks of the computation."""
     lengths = np.full(4, 2**31 - 1, np.int32)
-    cuts = gpt_index.build_sample_index(lengths, np.arange(4, dtype=np.int32), 2**29, 15)
+    cuts = gpt_dataset.build_sample_index(lengths, np.arange(4, dtype=np.int32), 2**29, 15)
     flat = cuts[:, 0].astype(np.int64) * (2**31 - 1) + cuts[:, 1]
     assert flat.tolist() == [k * 2**29 for k in range(16)]
 
 
 def test_chunks_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = gpt_index.build_sample_index(LENGTHS, np.tile(np.arange(5), 9), 2, 100)
-    monkeypatch.setattr(gpt_index, "_CHUNK", 7)
-    assert (gpt_index.build_sample_index(LENGTHS, np.tile(np.arange(5), 9), 2, 100) == want).all()
+    want = gpt_dataset.build_sample_index(LENGTHS, np.tile(np.arange(5), 9), 2, 100)
+    monkeypatch.setattr(gpt_dataset, "_CHUNK", 7)
+    assert (gpt_dataset.build_sample_index(LENGTHS, np.tile(np.arange(5), 9), 2, 100) == want).all()
 
 
 def test_wide_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpt_index.sample_index_dtype(2**31 - 1) == np.int32 and gpt_index.sample_index_dtype(2**31) == np.int64
-    assert gpt_index.shuffle_index_dtype(2**32 - 3) == np.uint32 and gpt_index.shuffle_index_dtype(2**32 - 2) == np.int64
-    monkeypatch.setattr(gpt_index, "_INT32_MAX", 9)
-    monkeypatch.setattr(gpt_index, "_UINT32_MAX", 9)
+    assert gpt_dataset.sample_index_dtype(2**31 - 1) == np.int32 and gpt_dataset.sample_index_dtype(2**31) == np.int64
+    assert gpt_dataset.shuffle_index_dtype(2**32 - 3) == np.uint32 and gpt_dataset.shuffle_index_dtype(2**32 - 2) == np.int64
+    monkeypatch.setattr(gpt_dataset, "_INT32_MAX", 9)
+    monkeypatch.setattr(gpt_dataset, "_UINT32_MAX", 9)
     index = build_gpt_index(LENGTHS, np.arange(5), 4, plan_epochs(23, 4, 9), 1234)
     assert index.sample.dtype == np.int64 and index.sample.tolist() == GOLDEN[9][1]
     assert index.shuffle.dtype == np.int64 and index.shuffle.tolist() == GOLDEN[9][2]  # the stream does not depend on the dtype

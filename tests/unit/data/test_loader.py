@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.waiting import PATIENCE_S, wait_until
 
-from megatron_sp.data.dataset import Sample, make_sample
-from megatron_sp.data.digests import sample_digest
+from megatron_sp.data.dataset import Sample, make_sample, sample_digest
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.utils.errors import DataError
 

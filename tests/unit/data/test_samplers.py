@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sp.data.loader import cyclic_ids, deal, epoch_permutation, next_ids, single_ids
+from megatron_sp.data.loader import deal, epoch_permutation, next_ids
 from megatron_sp.utils.errors import DataError
 
 
 def test_slices_of_each_chunk() -> None:
-    ids = single_ids(100, 12, 1000)
+    ids = next_ids("single", 100, 12, 1000, 0)
     assert deal(ids, 2, 0, 3).tolist() == [[100, 101], [106, 107]]
     assert deal(ids, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
     assert deal(ids, 2, 2, 3).tolist() == [[104, 105], [110, 111]]
@@ -27,25 +27,25 @@ def test_ranks_together_read_the_global_batch_once(mbs: int, dp: int, chunks: in
 
 
 def test_single_ends_with_the_data() -> None:
-    assert single_ids(8, 2, 10).tolist() == [8, 9]
-    assert single_ids(10, 0, 10).tolist() == []
+    assert next_ids("single", 8, 2, 10, 0).tolist() == [8, 9]
+    assert next_ids("single", 10, 0, 10, 0).tolist() == []
     with pytest.raises(DataError, match="samples 9 to 10 are wanted, the data set was built with 10"):
-        single_ids(9, 2, 10)
+        next_ids("single", 9, 2, 10, 0)
     with pytest.raises(DataError):
-        single_ids(-1, 2, 10)
+        next_ids("single", -1, 2, 10, 0)
 
 
 def test_cyclic_is_one_endless_order() -> None:
-    whole = cyclic_ids(0, 35, 10, 5)
+    whole = next_ids("cyclic", 0, 35, 10, 5)
     assert [sorted(whole[k : k + 10].tolist()) for k in (0, 10, 20)] == [list(range(10))] * 3
     assert whole[:10].tolist() != whole[10:20].tolist()
     for consumed in range(30):
-        assert cyclic_ids(consumed, 5, 10, 5).tolist() == whole[consumed : consumed + 5].tolist()
-    assert cyclic_ids(0, 35, 10, 6).tolist() != whole.tolist()
-    assert cyclic_ids(3, 0, 10, 5).tolist() == []
-    assert cyclic_ids(0, 7, 1, 5).tolist() == [0] * 7
+        assert next_ids("cyclic", consumed, 5, 10, 5).tolist() == whole[consumed : consumed + 5].tolist()
+    assert next_ids("cyclic", 0, 35, 10, 6).tolist() != whole.tolist()
+    assert next_ids("cyclic", 3, 0, 10, 5).tolist() == []
+    assert next_ids("cyclic", 0, 7, 1, 5).tolist() == [0] * 7
     with pytest.raises(DataError, match="no samples"):
-        cyclic_ids(0, 1, 0, 5)
+        next_ids("cyclic", 0, 1, 0, 5)
 
 
 def test_the_permutation_is_pinned() -> None:

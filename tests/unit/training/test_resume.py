@@ -10,7 +10,7 @@ import pytest
 from megatron_sp.comm.groups import Group
 from megatron_sp.config.schema import Config, OptimizerConfig
 from megatron_sp.data.build import Datasets
-from megatron_sp.data.digests import sample_digest
+from megatron_sp.data.dataset import sample_digest
 from megatron_sp.data.gpt_dataset import GPTOptions, MockGPTDataset
 from megatron_sp.data.tokenizers import NullTokenizer
 from megatron_sp.optim.lr_schedule import LRSchedule
