@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.train, args.valid) < 1 or args.classes < 2:
         parser.error("there must be two classes at least, and a passage of each to train and to validate on")
-    from megatron_sp.data.section_task import write_task  # imports numpy, which needs memory
+    from megatron_sp.data.corpus import write_task  # imports numpy, which needs memory
 
     try:
         task = write_task(args.corpus, args.output, args.classes, args.train, args.valid)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_sp.data.bert_index import LONG_SENTENCE, SampleRule, build_bert_index, eligible_documents
-from megatron_sp.data.dataset import Sample, SampleSet, hash_of
+from megatron_sp.data.dataset import RowSet, Sample, hash_of
 from megatron_sp.data.index_cache import ANY_LENGTH, Arrays, Expected, cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, special_tokens
@@ -88,7 +88,7 @@ class Piece(NamedTuple):
     swapped: bool | None  # True if A and B are swapped; None if there is no B
 
 
-class _Rows(SampleSet):
+class _Rows(RowSet):
     """Base of the two data sets: rows of one sample each, or of several that are packed."""
 
     rows: np.ndarray | None = None  # first sample of each row, and of the row after the last; None: row i is sample i

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_sp.data.dataset import CombinedDataset, SampleSet, hash_of
+from megatron_sp.data.dataset import CombinedDataset, RowSet, hash_of
 from megatron_sp.utils.errors import ConfigError, DataError
 
 _SURPLUS = 0.005
@@ -25,13 +25,8 @@ class Blend(NamedTuple):
 
 
 def parse_blend(parts: tuple[str, ...], flag: str = "--data-path") -> Blend:
-    """Parse PREFIX, PREFIX PREFIX PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...
-
-    An even number of words is pairs if the first word of any pair is a number; all else is prefixes.
-
-    Raises:
-        ConfigError: a weight is not a number above 0, or there are too many data sets.
-    """
+    """Parse PREFIX, PREFIX PREFIX PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... Raises ConfigError."""
+    # an even number of words is pairs if the first word of any pair is a number
     values: list[float | None] = []
     for word in parts[::2] if len(parts) % 2 == 0 else ():
         try:
@@ -72,15 +67,11 @@ def samples_per_set(weights: np.ndarray, num_samples: int) -> list[int]:
 
 
 def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute for each sample of the blend its data set, int16 [n], and its index in that set, int64 [n].
-
-    Args:
-        weights: float64 [k], above 0, summing to 1.
-    """
+    """Compute for each sample of the blend its data set, int16 [n], and its index in that set, int64 [n]."""
     # The rule is greedy and sequential (Megatron-LM's build_blending_indices): with t_d samples taken from set d,
     # sample i comes from argmax_d (w_d * max(i, 1) - t_d), the lowest d on a tie. A Python loop over i takes many
-    # seconds, so the range is split into chunks that are walked side by side, each from a guess of the counts before it;
-    # a chunk whose guess differs from the counts at the end of the previous one is walked again from those. Once no
+    # seconds, so the range is split into chunks that are walked side by side, each from a guess of the counts before
+    # it; a chunk whose guess differs from the counts at the end of the previous one is walked again from those. Once no
     # guess is wrong, the result equals the loop's bit for bit; the lags stay small, so a few passes suffice.
     num_chunks = max(1, min(_MAX_CHUNKS, num_samples // _MIN_CHUNK))
     size = -(-num_samples // num_chunks)  # samples per chunk; the surplus of the last one is cut off
@@ -139,16 +130,11 @@ def _argmax_of_few(lags: np.ndarray) -> np.ndarray:
 class BlendedDataset(CombinedDataset):
     """Blend of several data sets; sample i is sample ``samples[i]`` of set ``sets[i]``.
 
-    Args:
-        weights: normalised; part of the fingerprint.
-        sets: int16 [n]. samples: int64 [n].
     Raises:
         DataError: the blend needs more samples of a set than it has.
     """
 
-    def __init__(
-        self, datasets: Sequence[SampleSet], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray
-    ) -> None:
+    def __init__(self, datasets: Sequence[RowSet], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray) -> None:
         fingerprints = [dataset.fingerprint() for dataset in datasets]
         super().__init__(len(sets), hash_of(kind="blend-1", weights=weights.tolist(), sets=fingerprints))
         self.datasets, self.sets, self.samples = datasets, sets, samples
@@ -157,19 +143,19 @@ class BlendedDataset(CombinedDataset):
                 needs = f"the blend needs {count} samples of it, it has {len(dataset)}"
                 raise DataError(f"{dataset.indexed.prefix}: {needs}")
 
-    def _place(self, i: int) -> tuple[SampleSet, int]:
+    def _place(self, i: int) -> tuple[RowSet, int]:
         return self.datasets[int(self.sets[i])], int(self.samples[i])
 
 
 class ChainedDataset(CombinedDataset):
     """Passes over the same data one after another, each in its own order."""
 
-    def __init__(self, parts: Sequence[SampleSet]) -> None:
+    def __init__(self, parts: Sequence[RowSet]) -> None:
         self.parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
         # the first pass determines the later ones, so a longer run begins like a shorter one
         super().__init__(int(self._ends[-1]), parts[0].fingerprint())
 
-    def _place(self, i: int) -> tuple[SampleSet, int]:
+    def _place(self, i: int) -> tuple[RowSet, int]:
         part = int(np.searchsorted(self._ends, i, side="right"))
         return self.parts[part], i - (int(self._ends[part - 1]) if part else 0)

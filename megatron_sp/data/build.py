@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data.dataset import Dataset, SampleSet, hash_of
+from megatron_sp.data.dataset import Dataset, RowSet, hash_of
 from megatron_sp.data.gpt_dataset import GPTDataset, GPTOptions, MockGPTDataset, PackedDataset, split_bounds
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
@@ -96,7 +96,7 @@ def build_datasets(
     repeated: dict[str, list[str]] = {}
     reads: dict[tuple[str, tuple[int, int]], _Read] = {}
 
-    def from_file(read: _Read, num: int | None, folder: str, order_seed: int) -> SampleSet:
+    def from_file(read: _Read, num: int | None, folder: str, order_seed: int) -> RowSet:
         dataset = GPTDataset(
             read.indexed, read.bounds, replace(options, seed=order_seed), num_samples=num, tokenizer=tokenizer,
             vocab_size=vocab_size, name=read.split, cache_folder=folder,
@@ -111,7 +111,7 @@ def build_datasets(
         reads.setdefault((read.indexed.prefix, read.bounds), read)
         return dataset
 
-    def mock(name: str, num: int) -> SampleSet:
+    def mock(name: str, num: int) -> RowSet:
         return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     splits = _Builder(data, len, from_file, mock, seed).build_all(num_samples)
@@ -158,7 +158,7 @@ def build_bert_datasets(
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=pack)
     notes: list[str] = []
 
-    def from_file(read: _Read, num: int | None, folder: str, order_seed: int) -> SampleSet:
+    def from_file(read: _Read, num: int | None, folder: str, order_seed: int) -> RowSet:
         indexed, (first, last) = read.indexed, read.bounds
         min_sentences = options.rule.min_sentences
         if words := left_out(indexed.document_index[first : last + 1], indexed.sequence_lengths, min_sentences):
@@ -168,14 +168,14 @@ def build_bert_datasets(
             vocab_size=vocab_size, name=read.split, cache_folder=folder,
         )  # fmt: skip
 
-    def mock(name: str, num: int) -> SampleSet:
+    def mock(name: str, num: int) -> RowSet:
         return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     builder = _Builder(data, lambda indexed: indexed.document_index.size - 1, from_file, mock, seed)
     return _gathered(builder.build_all(num_samples), notes=tuple(dict.fromkeys(notes)))
 
 
-_Sets = list[tuple[str, SampleSet]]  # the data sets of a split, with their names
+_Sets = list[tuple[str, RowSet]]  # the data sets of a split, with their names
 
 
 def _gathered(splits: list[_Sets], warnings: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> Datasets:
@@ -199,8 +199,8 @@ class _Builder:
 
     data: DataConfig
     num_units: Callable[[IndexedDataset], int]  # how many units of a file --split divides
-    from_file: Callable[[_Read, int | None, str, int], SampleSet]  # (what, samples or None: one epoch, cache, seed)
-    mock: Callable[[str, int], SampleSet]
+    from_file: Callable[[_Read, int | None, str, int], RowSet]  # (what, samples or None: one epoch, cache, seed)
+    mock: Callable[[str, int], RowSet]
     seed: int
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
@@ -232,7 +232,7 @@ class _Builder:
         # blends of parts of data sets
         sets: _Sets = []
         for group in groups:
-            dataset: SampleSet
+            dataset: RowSet
             if len(group.prefixes) > 1:
                 dataset = self._by_weight(group.prefixes, group.weights, split, num_samples, group.ranges)
             else:  # one alone asks for no surplus
@@ -271,7 +271,7 @@ class _Builder:
 
     def _single(
         self, prefix: str, split: int, num_samples: int | None, turn: int = 0, share: tuple[float, float] | None = None
-    ) -> SampleSet:
+    ) -> RowSet:
         from megatron_sp.data.indexed_dataset import IndexedDataset
 
         if prefix not in self.opened:
@@ -300,7 +300,7 @@ class _Builder:
         datasets = [self._single(prefix, split, n, share=share) for prefix, n, share in parts]
         return self._mixed(datasets, blending_weights(weights), num_samples)
 
-    def _by_size(self, prefixes: Sequence[str], split: int, num_samples: int) -> SampleSet:
+    def _by_size(self, prefixes: Sequence[str], split: int, num_samples: int) -> RowSet:
         # In proportion to the sizes of the sets: one epoch of all, and more of them if needed, each in a new order.
         # Megatron-core has only the first one and ends training there.
         from megatron_sp.data.blend import ChainedDataset, normalized
@@ -315,7 +315,7 @@ class _Builder:
             num_samples -= total
         return passes[0] if len(passes) == 1 else ChainedDataset(passes)
 
-    def _mixed(self, datasets: list[SampleSet], weights: np.ndarray, num_samples: int) -> BlendedDataset:
+    def _mixed(self, datasets: list[RowSet], weights: np.ndarray, num_samples: int) -> BlendedDataset:
         from megatron_sp.data.blend import BlendedDataset, build_blending_indices
         from megatron_sp.data.index_cache import cached_arrays
 

@@ -52,9 +52,7 @@ class RowDataset(Dataset, Protocol):
 
 
 class SampleSet:
-    """Base of the data sets: their size and fingerprint; ``_sample`` and the rest of ``RowDataset`` is theirs."""
-
-    indexed: IndexedDataset  # what the samples of a ``.bin``/``.idx`` pair come from
+    """Base of data sets: their size, bounds and fingerprint."""
 
     def __init__(self, num_samples: int, fingerprint: str) -> None:
         self._num_samples, self._fingerprint = num_samples, fingerprint
@@ -70,17 +68,23 @@ class SampleSet:
     def _sample(self, i: int) -> Sample:
         raise NotImplementedError
 
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+class RowSet(SampleSet):
+    """Base of data sets for pretraining; without ``indexed``, a ``.bin``/``.idx`` pair, samples are synthetic."""
+
+    indexed: IndexedDataset
+
     def document_lengths(self, i: int) -> np.ndarray:
         raise NotImplementedError
 
     def where(self, i: int) -> str:
         return "the synthetic samples of --mock-data"
 
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
-
-class CombinedDataset(SampleSet):
+class CombinedDataset(RowSet):
     """Base of data sets whose samples are those of other ones, each at a ``_place``: (data set, index in it)."""
 
     def _place(self, i: int) -> tuple[RowDataset, int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron_sp.data.dataset import CombinedDataset, RowDataset, Sample, SampleSet, hash_of, make_sample
+from megatron_sp.data.dataset import CombinedDataset, RowDataset, RowSet, Sample, hash_of, make_sample
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
@@ -157,7 +157,7 @@ class GPTOptions:
     eod_mask_loss: bool = False  # no loss where the input is the end-of-document token
 
 
-class GPTDataset(SampleSet):
+class GPTDataset(RowSet):
     """GPT samples of one split of one data set.
 
     Args:
@@ -308,7 +308,7 @@ def document_numbers(tokens: np.ndarray, eod: int) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), ended[:-1]]) if tokens.size else ended
 
 
-class MockGPTDataset(SampleSet):
+class MockGPTDataset(RowSet):
     """Data set of ``num_samples`` synthetic samples; each depends on (seed, split, index) alone."""
 
     def __init__(self, options: GPTOptions, *, num_samples: int, tokenizer: Tokenizer, name: str = "train") -> None:

@@ -1,15 +1,11 @@
-"""Input of preprocessing, and of the training of tokenizers: documents, from plain, compressed and columnar files and from standard input.
+"""Input of preprocessing, and of the training of tokenizers: documents from many kinds of files.
 
-    .jsonl .json .ndjson    a JSON object on each line                 plain, .gz, .zst
-    text                    paragraphs, lines, or the whole file       plain, .gz, .zst
-    .parquet                a document for each row                    pyarrow
-    .arrow                  the same, as IPC stream or file            pyarrow
-    a folder                what ``Dataset.save_to_disk`` wrote        pyarrow
-    -                       standard input, JSONL or text
-
-``Part`` selects one of N runs of consecutive documents, for array jobs: the parts, concatenated, are the whole input.
-Uncompressed JSONL and text with one document per line are split between any two lines, Parquet between two row groups;
-other files belong to one part whole.
+.jsonl .json .ndjson    a JSON object on each line                 plain, .gz, .zst
+text                    paragraphs, lines, or the whole file       plain, .gz, .zst
+.parquet                a document for each row                    pyarrow
+.arrow                  the same, as IPC stream or file            pyarrow
+a folder                what ``Dataset.save_to_disk`` wrote        pyarrow
+-                       standard input, JSONL or text
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ from megatron_sp.utils.strict_json import parse_object
 STDIN = "-"
 _CHUNK_BYTES = 1 << 19
 _ROWS = 1024  # rows of a columnar file that are read at a time
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_PACKED = (".gz", ".zst")
+_JSON_SUFFIXES = tuple(suffix + packed for suffix in (".jsonl", ".json", ".ndjson") for packed in ("", ".gz", ".zst"))
 _BOM = b"\xef\xbb\xbf"
 _MAX_STATE_BYTES = 1 << 24
 
@@ -55,9 +50,9 @@ class TextChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One of ``count`` runs of consecutive documents; ``index`` counts from 1."""
+    """One of ``count`` runs of consecutive documents, for array jobs; the parts, concatenated, are the whole input."""
 
-    index: int = 1
+    index: int = 1  # from 1
     count: int = 1
 
     @classmethod
@@ -74,15 +69,11 @@ class Part:
         """Suffix of the output prefix; empty for the whole input."""
         return f"-{self.index:05d}-of-{self.count:05d}" if self.count > 1 else ""
 
-    def bounds(self, total: int) -> tuple[int, int]:
-        """Return this part's range of ``total`` items."""
-        return total * (self.index - 1) // self.count, total * self.index // self.count
-
 
 WHOLE = Part()
 
 
-class _Piece(NamedTuple):
+class _Range(NamedTuple):
     """Range of one input, in bytes or row groups; ``stop`` None: the whole input."""
 
     path: str
@@ -94,11 +85,10 @@ def is_json(path: str, input_format: InputFormat) -> bool:
     """Return whether the documents of an input are JSON objects."""
     if input_format != "auto":
         return input_format == "jsonl"
-    return is_table(path) or _without_packing(path).endswith(_JSON_SUFFIXES)
+    return _is_table(path) or path.endswith(_JSON_SUFFIXES)
 
 
-def is_table(path: str) -> bool:
-    """Return whether an input has columns: Parquet, Arrow, or the folder of a data set."""
+def _is_table(path: str) -> bool:
     return path.endswith((".parquet", ".arrow")) or os.path.isdir(path)
 
 
@@ -106,41 +96,30 @@ def check_inputs(paths: Iterable[str], input_format: InputFormat, keys: tuple[st
     """Check that inputs can be read, before any work is done.
 
     Raises:
-        ConfigError: a package is missing, the format is not given or does not fit, there are keys for plain text, or
-            standard input is to be read in parts.
+        ConfigError: a package is missing, or the format, ``keys`` or ``part`` do not fit an input.
         DataError: an input does not exist, or is a folder without a readable data set.
     """
     for path in paths:
-        _check_input(path, input_format, part)
+        if path == STDIN:
+            if input_format == "auto":
+                unnamed = "is standard input, which has no name to tell its format by: add --input-format jsonl or text"
+                raise ConfigError(f"--input - {unnamed}")
+            if part.count > 1:
+                whole = "standard input cannot be read in parts; write it to a file first"
+                raise ConfigError(f"--part {part.index}/{part.count}: {whole}")
+        elif _is_table(path) and os.path.exists(path):
+            _package("pyarrow", path)
+            if os.path.isdir(path):
+                _files_of(path)
+            elif input_format == "text":
+                raise ConfigError(f"{path} has columns: leave --input-format out; --json-keys names the columns")
+        elif not os.path.isfile(path):
+            raise DataError(f"{path}: no such input file")
+        elif path.endswith(".zst"):
+            _package("zstandard", path)
         if not is_json(path, input_format) and keys != ("text",):
-            raise ConfigError(
-                f"{path} is plain text, which has no keys: leave --json-keys out, or give --input-format jsonl"
-            )
-
-
-def _check_input(path: str, input_format: InputFormat, part: Part) -> None:
-    if path == STDIN:
-        if input_format == "auto":
-            raise ConfigError(
-                "--input - is standard input, which has no name to tell its format by: add --input-format jsonl or text"
-            )
-        if part.count > 1:
-            raise ConfigError(
-                f"--part {part.index}/{part.count}: standard input cannot be read in parts; write it to a file first"
-            )
-        return
-    if not os.path.exists(path):
-        raise DataError(f"{path}: no such input file")
-    if is_table(path):
-        _package("pyarrow", path)
-        if os.path.isdir(path):
-            _files_of_folder(path)
-        elif input_format == "text":
-            raise ConfigError(f"{path} has columns: leave --input-format out; --json-keys names the columns")
-    elif not os.path.isfile(path):
-        raise DataError(f"{path}: no such input file")
-    elif path.endswith(".zst"):
-        _package("zstandard", path)
+            way = "leave --json-keys out, or give --input-format jsonl"
+            raise ConfigError(f"{path} is plain text, which has no keys: {way}")
 
 
 def input_bytes(paths: Iterable[str]) -> int:
@@ -149,57 +128,59 @@ def input_bytes(paths: Iterable[str]) -> int:
 
 
 def read_chunks(
-    paths: Iterable[str], *, input_format: InputFormat = "auto", text_unit: TextUnit = "paragraph", keys: tuple[str, ...] = ("text",),
-    part: Part = Part(),
+    paths: Iterable[str], *, input_format: InputFormat = "auto", text_unit: TextUnit = "paragraph",
+    keys: tuple[str, ...] = ("text",), part: Part = WHOLE,
 ) -> Iterator[TextChunk]:  # fmt: skip
-    """Read inputs as chunks of whole documents, in order.
+    """Read inputs as chunks of whole documents, in order; of plain text, each ``text_unit`` is a document.
 
-    Args:
-        text_unit: unit of plain text that is one document.
     Raises:
         DataError: an input cannot be read, is damaged or lacks a column.
     """
-    for piece in _pieces(list(paths), input_format, text_unit, part):
+    for piece in _ranges(list(paths), input_format, text_unit, part):
         json_lines = is_json(piece.path, input_format)
         try:
-            if piece.path != STDIN and is_table(piece.path):
+            if piece.path != STDIN and _is_table(piece.path):
                 yield from _chunks_of_table(piece, keys)
             else:
                 yield from _chunks_of_file(piece, json_lines, "line" if json_lines else text_unit)
         except ReportedError:
             raise
         except Exception as error:
-            if not isinstance(error, _read_errors()):
+            # what the loaded readers raise for damaged files; gzip's own errors are OSErrors
+            packages = (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))
+            kinds = [getattr(sys.modules.get(module), name, None) for module, name in packages]
+            damage = (OSError, EOFError, zlib.error, *(kind for kind in kinds if isinstance(kind, type)))
+            if not isinstance(error, damage):
                 raise
             raise DataError(f"{_name(piece.path)}: cannot be read: {error}") from error
 
 
-def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, part: Part) -> Iterator[_Piece]:
-    # yield the ranges of the inputs that belong to a part; the parts have equal shares of the total bytes of all inputs
+def _ranges(paths: list[str], input_format: InputFormat, text_unit: TextUnit, part: Part) -> Iterator[_Range]:
+    # Yield the ranges of the inputs that belong to a part. The parts have equal shares of the bytes of all inputs;
+    # uncompressed JSONL and text with one document per line are split between any two lines, Parquet between two row
+    # groups, and any other file belongs to the part in which it begins.
     if part.count == 1:
-        yield from (_Piece(path) for path in paths)
+        yield from (_Range(path) for path in paths)
         return
     files = [file for path in paths for file in _files_of(path)]
-    first, last = part.bounds(sum(os.path.getsize(file) for file in files))
+    total = sum(os.path.getsize(file) for file in files)
+    first, last = total * (part.index - 1) // part.count, total * part.index // part.count
     begin = 0
     for file in files:
         size = os.path.getsize(file)
         start, stop = first - begin, last - begin  # the part's range within this file
+        has_lines = is_json(file, input_format) or text_unit == "line"
         if file.endswith(".parquet"):
             groups = _module("pyarrow.parquet").ParquetFile(file).num_row_groups
             low, high = (-(-groups * max(0, min(size, at)) // size) if size else 0 for at in (start, stop))
             if low < high:
-                yield _Piece(file, low, high)
-        elif _has_free_lines(file, input_format, text_unit):
+                yield _Range(file, low, high)
+        elif has_lines and not file.endswith((".gz", ".zst", ".arrow")):
             if start < size and stop > 0:
-                yield _Piece(file, max(0, start), min(size, stop))
-        elif start <= 0 < stop and size:  # the file begins within the part
-            yield _Piece(file)
+                yield _Range(file, max(0, start), min(size, stop))
+        elif start <= 0 < stop and size:
+            yield _Range(file)
         begin += size
-
-
-def _has_free_lines(path: str, input_format: InputFormat, text_unit: TextUnit) -> bool:
-    return not path.endswith((*_PACKED, ".arrow")) and (is_json(path, input_format) or text_unit == "line")
 
 
 # ---- texts ----
@@ -209,7 +190,7 @@ BAD_DOCUMENT = (DataError, ValueError, RecursionError)
 
 
 def texts_of(document: bytes, json_object: bool, keys: tuple[str, ...]) -> list[str]:
-    """Return the texts of a document of a chunk, one for each key; those of a blank line are empty. Raises ``BAD_DOCUMENT``."""
+    """Return the texts of a document, one for each key; those of a blank line are empty. Raises ``BAD_DOCUMENT``."""
     text = document.decode("utf-8")
     if not json_object:
         return [text]
@@ -235,17 +216,10 @@ def bad_line(chunk: TextChunk, line: int, error: Exception) -> DataError:
 
 
 def read_texts(
-    paths: Iterable[str],
-    *,
-    input_format: InputFormat = "auto",
-    keys: tuple[str, ...] = ("text",),
+    paths: Iterable[str], *, input_format: InputFormat = "auto", keys: tuple[str, ...] = ("text",),
     skip_bad_lines: bool = False,
-) -> Iterator[list[str]]:
-    """Yield the texts of each document of the inputs, in order; plain text is read by paragraphs.
-
-    Raises:
-        DataError: an input cannot be read, or a document is bad and is not to be skipped.
-    """
+) -> Iterator[list[str]]:  # fmt: skip
+    """Yield the texts of each document, in order; plain text is read by paragraphs. Raises DataError."""
     for chunk in read_chunks(paths, input_format=input_format, keys=keys):
         for line, document in zip(chunk.lines, chunk.documents, strict=True):
             try:
@@ -260,52 +234,42 @@ def read_texts(
 # ---- lines ----
 
 
-def _chunks_of_file(piece: _Piece, json_lines: bool, unit: TextUnit) -> Iterator[TextChunk]:
+def _chunks_of_file(piece: _Range, json_lines: bool, unit: TextUnit) -> Iterator[TextChunk]:
     name = _name(piece.path) if piece.start == 0 else f"{piece.path} (from byte {piece.start} on)"
     with _opened(piece.path) as (raw, file):
-        before = piece.start
-        lines: Iterable[bytes] = file
-        if piece.stop is not None:
-            lines = _lines_between(file, piece.start, piece.stop)
+        lines = file if piece.stop is None else _lines_between(file, piece.start, piece.stop)
+        before, size = piece.start, 0
         documents: list[bytes] = []
         numbers: list[int] = []
-        size = 0
-
-        def chunk() -> TextChunk:
-            nonlocal before
-            at = raw.tell() if raw is not None else 0
-            read, before = at - before, at
-            return TextChunk(name, json_lines, documents, numbers, max(0, read))
-
-        for number, document in _documents(lines, unit, at_start=piece.start == 0):
+        for number, document in _documents(lines, unit, has_bom=piece.start == 0):
             documents.append(document)
             numbers.append(number)
             size += len(document) + 64
             if size >= _CHUNK_BYTES:
-                yield chunk()
-                documents, numbers, size = [], [], 0
-        yield chunk()
+                position = raw.tell() if raw is not None else 0
+                yield TextChunk(name, json_lines, documents, numbers, max(0, position - before))
+                before, documents, numbers, size = position, [], [], 0
+        position = raw.tell() if raw is not None else 0
+        yield TextChunk(name, json_lines, documents, numbers, max(0, position - before))
 
 
 def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
     # yield the lines that begin at a byte from ``start`` on and before ``stop``
-    at = start
-    if start > 0:
+    position = start
+    if start > 0:  # skip the rest of a line that began before the part, or the line end just before it
         file.seek(start - 1)
-        at += (
-            len(file.readline()) - 1
-        )  # skip the rest of a line that began before the part, or the line end just before it
-    while at < stop and (line := file.readline()):
-        at += len(line)
+        position += len(file.readline()) - 1
+    while position < stop and (line := file.readline()):
+        position += len(line)
         yield line
 
 
-def _documents(lines: Iterable[bytes], unit: TextUnit, *, at_start: bool) -> Iterator[tuple[int, bytes]]:
+def _documents(lines: Iterable[bytes], unit: TextUnit, *, has_bom: bool) -> Iterator[tuple[int, bytes]]:
     # yield (number of the first line, bytes) of each document; a whole file keeps its final line break, others do not
     block: list[bytes] = []
     start = 1
     for number, line in enumerate(lines, start=1):
-        line = line.removeprefix(_BOM) if number == 1 and at_start else line
+        line = line.removeprefix(_BOM) if number == 1 and has_bom else line
         if unit == "line":
             yield number, line.rstrip(b"\r\n")
         elif unit == "paragraph" and not line.strip():
@@ -337,15 +301,10 @@ def _opened(path: str) -> Iterator[tuple[IO[bytes] | None, Any]]:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Reader of all frames of a .zst file that, unlike the package's own reader, detects a truncated file.
+    """Reader of all frames of a .zst file that, unlike the package's own reader, detects a truncated file."""
 
-    Args:
-        raw: the file.
-        package: ``zstandard``.
-    """
-
-    def __init__(self, raw: IO[bytes], package: Any) -> None:
-        self._raw, self._package = raw, package
+    def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
+        self._raw, self._zstandard = raw, zstandard
         self._frame: Any = None  # the frame that is being read
         self._packed = self._plain = b""
 
@@ -353,7 +312,6 @@ class _ZstdReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # read into ``buffer``. Raises EOFError: the file ends within a frame
         while not self._plain:
             self._packed = self._packed or self._raw.read(_CHUNK_BYTES)
             if not self._packed:
@@ -361,7 +319,7 @@ class _ZstdReader(io.RawIOBase):
                     raise EOFError("it ends in the middle of a compressed frame: it was cut off")
                 return 0
             if self._frame is None:
-                self._frame = self._package.ZstdDecompressor().decompressobj()
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
             self._plain = self._frame.decompress(self._packed)
             self._packed = self._frame.unused_data
             if self._frame.eof:
@@ -374,8 +332,8 @@ class _ZstdReader(io.RawIOBase):
 # ---- columns ----
 
 
-def _chunks_of_table(piece: _Piece, keys: tuple[str, ...]) -> Iterator[TextChunk]:
-    """Yield rows as JSON objects of the requested columns; values that are not strings are rejected, with their row, on encoding."""
+def _chunks_of_table(piece: _Range, keys: tuple[str, ...]) -> Iterator[TextChunk]:
+    # rows become JSON objects of the wanted columns; a value that is not a string is found, with its row, on encoding
     for file in _files_of(piece.path):
         documents: list[bytes] = []
         numbers: list[int] = []
@@ -392,7 +350,7 @@ def _chunks_of_table(piece: _Piece, keys: tuple[str, ...]) -> Iterator[TextChunk
         yield TextChunk(file, True, documents, numbers, os.path.getsize(file))
 
 
-def _batches(file: str, piece: _Piece, keys: tuple[str, ...]) -> Iterator[list[Any]]:
+def _batches(file: str, piece: _Range, keys: tuple[str, ...]) -> Iterator[list[Any]]:
     arrow = _package("pyarrow", file)
     if file.endswith(".parquet"):
         with _module("pyarrow.parquet").ParquetFile(file) as table:
@@ -418,9 +376,8 @@ def _batches(file: str, piece: _Piece, keys: tuple[str, ...]) -> Iterator[list[A
 def _require_text(arrow: Any, schema: Any, keys: tuple[str, ...], file: str) -> None:
     for key in keys:
         if key not in schema.names:
-            raise DataError(
-                f"{file}: no column '{key}'; it has {', '.join(map(repr, schema.names[:8])) or 'none'}: --json-keys names columns"
-            )
+            names = ", ".join(map(repr, schema.names[:8])) or "none"
+            raise DataError(f"{file}: no column '{key}'; it has {names}: --json-keys names columns")
         kind = schema.field(key).type
         if arrow.types.is_dictionary(kind):
             kind = kind.value_type
@@ -429,54 +386,39 @@ def _require_text(arrow: Any, schema: Any, keys: tuple[str, ...], file: str) -> 
 
 
 def _files_of(path: str) -> list[str]:
-    return _files_of_folder(path) if os.path.isdir(path) else [path]
-
-
-def _files_of_folder(path: str) -> list[str]:
-    # the Arrow files of a data set written by ``Dataset.save_to_disk``, in order.
+    # the input itself, or the Arrow files of a data set written by ``Dataset.save_to_disk``, in order
+    if not os.path.isdir(path):
+        return [path]
     folder, state = Path(path), Path(path) / "state.json"
     if (folder / "dataset_dict.json").is_file():
         parts = sorted(child.name for child in folder.iterdir() if (child / "state.json").is_file())
-        raise DataError(
-            f"{path} holds several data sets: name one of them, {', '.join(os.path.join(path, name) for name in parts[:8])}"
-        )
+        names = ", ".join(os.path.join(path, name) for name in parts[:8])
+        raise DataError(f"{path} holds several data sets: name one of them, {names}")
     try:
         with open(state, "rb") as file:
             dataset_state = parse_object(file.read(_MAX_STATE_BYTES), str(state))
     except OSError as error:
-        raise DataError(
-            f"{path} is a folder without a data set that can be read (state.json: {error.strerror}): name its files one by one"
-        ) from None
+        why = f"that can be read (state.json: {error.strerror}): name its files one by one"
+        raise DataError(f"{path} is a folder without a data set {why}") from None
     except ReportedError as error:
         raise DataError(str(error)) from None
-    files = dataset_state.get("_data_files")
-    names = (
-        [item.get("filename") if isinstance(item, dict) else None for item in files]
-        if isinstance(files, list)
-        else [None]
-    )
     if dataset_state.get("_indices_data_files"):
-        raise DataError(
-            f"{path}: its rows are in the order of an index of their own: call flatten_indices() and save it again"
-        )
-    for name in names:
-        if (
-            not isinstance(name, str)
-            or name != os.path.basename(name)
-            or not name.endswith(".arrow")
-            or not (folder / name).is_file()
-        ):
-            raise DataError(
-                f"{state} does not name the Arrow files of a data set: it is damaged, or of another program"
-            )
-    return [str(folder / str(name)) for name in names]
-
-
-# ---- packages that are used where they are installed ----
+        way = "call flatten_indices() and save it again"
+        raise DataError(f"{path}: its rows are in the order of an index of their own: {way}")
+    entries = dataset_state.get("_data_files")
+    files = []
+    for entry in entries if isinstance(entries, list) else [None]:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        is_arrow = isinstance(name, str) and name == os.path.basename(name) and name.endswith(".arrow")
+        if not is_arrow or not (folder / str(name)).is_file():
+            damaged = "it is damaged, or of another program"
+            raise DataError(f"{state} does not name the Arrow files of a data set: {damaged}")
+        files.append(str(folder / str(name)))
+    return files
 
 
 def _package(name: str, path: str) -> Any:
-    # import an optional package. Raises ConfigError: it is not installed
+    # import an optional package that an input needs
     try:
         return _module(name)
     except ImportError as error:
@@ -487,19 +429,6 @@ def _module(name: str) -> Any:
     if name == "pyarrow":
         importlib.import_module("pyarrow.ipc")
     return importlib.import_module(name)
-
-
-def _read_errors() -> tuple[type[Exception], ...]:
-    # the exceptions that the loaded readers raise for damaged files; gzip's own errors are OSErrors
-    errors = [
-        getattr(sys.modules.get(module), name, None)
-        for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))
-    ]
-    return (OSError, EOFError, zlib.error, *(kind for kind in errors if isinstance(kind, type)))
-
-
-def _without_packing(path: str) -> str:
-    return next((path.removesuffix(suffix) for suffix in _PACKED if path.endswith(suffix)), path)
 
 
 def _name(path: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sp.commands import section_task as tool
-from megatron_sp.data.section_task import LONGEST, SHORTEST, make_task, passages, section_of
+from megatron_sp.data.corpus import LONGEST, SHORTEST, make_task, passages, section_of
 from megatron_sp.utils.errors import DataError
 
 LICENCE = "Everybody may do with this what they like, but for selling it as their own. " * 3 + "\n"
