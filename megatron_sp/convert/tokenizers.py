@@ -24,11 +24,15 @@ from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.convert.model import Model
 from megatron_sp.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
-from megatron_sp.data.tokenizers.files import CONFIG, TOKENIZER_MODEL, name_files
-from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron_sp.data.tokenizers.hugging_face import (
+    UNKNOWN,
+    BertWordPieceTokenizer,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+)
+from megatron_sp.data.tokenizers.kept import CONFIG, TOKENIZER_MODEL, name_files
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer, library_tokenizer, pieces_have_their_ids
 from megatron_sp.data.tokenizers.tokenizer import FILE
-from megatron_sp.data.tokenizers.wordpiece import UNKNOWN, BertWordPieceTokenizer
 from megatron_sp.utils.errors import CheckpointError, ReportedError
 from megatron_sp.utils.files import fsync_dir, write_synced
 from megatron_sp.utils.strict_json import open_regular

@@ -22,7 +22,7 @@ from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference import CLASSES, MASKED, NEXT, ORDER, OUTPUTS, Cast, Rows
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_sp.data.tokenizers.files import CONFIG, name_files
+from megatron_sp.data.tokenizers.kept import CONFIG, name_files
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK, ConfigError
 
 LIMITS = {torch.float32: 2e-5, torch.float64: 1e-10}

@@ -14,7 +14,7 @@ from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept
-from megatron_sp.data.tokenizers.files import name_path
+from megatron_sp.data.tokenizers.kept import name_path
 from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs

@@ -272,7 +272,7 @@ def complete(config: Config, world_size: int) -> list[str]:
         goes_on = not config.batch.skip_train and not finetunes
         find_tokenizer(config.data, stored, point.source, goes_on=goes_on, is_adopted=is_adopted, tell=lambda _: None)
     if config.model.vocab_size is None:
-        from megatron_sp.data.tokenizers.build import build_tokenizer
+        from megatron_sp.data.tokenizers import build_tokenizer
 
         config.model.vocab_size = build_tokenizer(config.data).vocab_size
     if stored is not None:

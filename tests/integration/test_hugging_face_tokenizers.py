@@ -15,8 +15,8 @@ from support import stored_models
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import Config, DataConfig, ModelConfig
 from megatron_sp.data.tokenizers import build_tokenizer
-from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron_sp.data.tokenizers.kept import name_path
 from megatron_sp.data.tokenizers.train import train_sentencepiece, train_wordpiece
 from megatron_sp.inference.stored_model import find_stored
 from megatron_sp.models.gpt import GPTModel

@@ -1,11 +1,7 @@
-"""Tokenizers in Hugging Face's file formats: ``tokenizer.json``, and GPT-2's ``vocab.json`` with ``merges.txt``.
+"""Hugging Face's tokenizers: ``tokenizer.json``, GPT-2's ``vocab.json`` with ``merges.txt``, BERT's ``vocab.txt``.
 
-The tokenizers library does the work; it is imported when the first tokenizer is created. Only local files are read,
-nothing is downloaded, and no Python code that comes with a model is run. Ids are those of the model's own tokenizer
-without special tokens added around the text; a special token spelled out in the text is encoded as that token. What the
-template of a ``tokenizer.json`` puts before a text is ``begin``; what it puts behind one is left out. The end-of-
-document token and BERT's special tokens are those named in ``tokenizer_config.json`` or ``special_tokens_map.json``
-beside the file, else recognised by name.
+Ids are those of the model's own tokenizer without special tokens added around the text; a special token spelled out in
+the text is encoded as that token. No Python code that comes with a model is run.
 """
 
 from __future__ import annotations
@@ -13,40 +9,72 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_sp.data.tokenizers.tokenizer import FILE, MAX_BYTES, LibraryTokenizer, import_tokenizers, read_bounded
+from megatron_sp.data.tokenizers.tokenizer import (
+    FILE,
+    MAX_BYTES,
+    checked_ids,
+    first_line,
+    import_tokenizers,
+    read_bounded,
+    well_formed,
+)  # fmt: skip
 from megatron_sp.utils.errors import DataError
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 _MAX_BESIDE_BYTES = 4 << 20
 _KNOWN = {
     "eos": ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"),
-    "cls": ("[CLS]", "<cls>"), "sep": ("[SEP]", "<sep>"), "mask": ("[MASK]", "<mask>", "<|mask|>"), "pad": ("[PAD]", "<pad>"),
+    "cls": ("[CLS]", "<cls>"), "sep": ("[SEP]", "<sep>"), "mask": ("[MASK]", "<mask>", "<|mask|>"),
+    "pad": ("[PAD]", "<pad>"),
 }  # fmt: skip
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACES_OF_BYTES = (
-    "\u0120\u010a\u0109\u010d"  # how byte-level vocabularies write a space, a newline, a tab and a carriage return
-)
+# how byte-level vocabularies write a space, a newline, a tab and a carriage return
+_PLAIN = str.maketrans("\u0120\u010a\u0109\u010d", " \n\t\r")
 _METASPACE = "\u2581"
 _ANY_TEXT = "a"
 
+CONTINUES = "##"
+UNKNOWN = "[UNK]"
+SPECIAL = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+_MAX_VOCAB_BYTES = 16 << 20  # a million pieces; each takes some hundred bytes here
+_MAX_WORD_CHARACTERS = 100  # a longer word is [UNK], as in BERT's own tokenizer
+
+
+class LibraryTokenizer:
+    """Tokenizer object of the library; ``fingerprint`` is a hash of everything that determines what it encodes."""
+
+    bos: int | None = None
+    begin: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer: Any, vocab_size: int, fingerprint: str) -> None:
+        self._tokenizer, self.vocab_size, self._fingerprint = tokenizer, vocab_size, fingerprint
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids, with special tokens by name; ids without an entry in the vocabulary give no text."""
+        text: str = self._tokenizer.decode(checked_ids(ids, self.vocab_size), skip_special_tokens=False)
+        return text
+
+    def piece(self, token: int) -> str:
+        """Return the vocabulary entry with this id."""
+        return str(self._tokenizer.id_to_token(token))
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
 
 class _Wrapped(LibraryTokenizer):
-    """Common base of both kinds: a tokenizer of the library, plus the special ids that the library does not know.
-
-    Args:
-        tokenizer: tokenizer object of the library.
-        named: role ("eos", "cls", ...) -> token, from the files beside it.
-        where: the file, for messages.
-        contents: everything that determines what ``encode`` returns.
-    Raises:
-        DataError: no token ends a document.
-    """
+    # A tokenizer of the library, with the special ids that the library does not know: those named (role -> token) in
+    # the files beside it, else recognised by name. ``contents``: everything that determines what ``encode`` returns.
 
     def __init__(self, tokenizer: Any, named: Mapping[str, str], where: str, contents: bytes) -> None:
         tokenizer.no_truncation()
@@ -54,40 +82,44 @@ class _Wrapped(LibraryTokenizer):
         ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"{where}: its vocabulary is empty")
-        self.cls, self.sep, self.mask, self.pad = (_find(role, named, ids) for role in ("cls", "sep", "mask", "pad"))
-        self.eod = _find_eod(named, ids, self.sep, where)
+        special: dict[str, int | None] = {}
+        for role, known in _KNOWN.items():
+            names = ([named[role]] if role in named else []) + list(known)
+            special[role] = next((ids[name] for name in names if name in ids), None)
+        self.cls, self.sep, self.mask, self.pad = (special[role] for role in ("cls", "sep", "mask", "pad"))
+        if "eos" in named and named["eos"] not in ids:
+            names_it = "which the file beside it names as eos_token: the files do not belong together"
+            raise DataError(f"{where}: has no token {named['eos'][:100]!r}, {names_it}")
+        eod = self.sep if special["eos"] is None else special["eos"]  # [SEP] in BERT's vocabularies
+        if eod is None:
+            none = f"no token can end a document: it has none of {', '.join(_KNOWN['eos'])}"
+            way = "name one of its own as eos_token in a tokenizer_config.json beside it"
+            raise DataError(f"{where}: {none}; {way}")
+        self.eod: int = eod
         self.bos = ids.get(named.get("bos", ""))
-        self.begin = self._template_front(tokenizer)
+        # what the file's own template puts before a text, as transformers does; not BERT's [CLS]
+        encoding = tokenizer.encode(_ANY_TEXT, add_special_tokens=True)
+        mask: list[int] = encoding.special_tokens_mask
+        front = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
+        self.begin = () if front == (self.cls,) and self.cls != self.bos else front
         if self.bos is None and len(self.begin) == 1:
             self.bos = self.begin[0]
-        vocab_size, fingerprint = (
-            max(ids.values()) + 1,
-            hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents),
-        )
-        super().__init__(tokenizer, vocab_size, fingerprint.hexdigest())
-        self._begins, self._before_word = _word_tables(tokenizer, ids, vocab_size)
+        fingerprint = hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents).hexdigest()
+        super().__init__(tokenizer, max(ids.values()) + 1, fingerprint)
+        self._begins, self._before_word = _word_tables(tokenizer, ids, self.vocab_size)
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
-        """Return whether each piece starts a word: it begins with white space (or lacks "##") or follows white space or a special token."""
+        """Return whether each piece begins with white space (or lacks "##") or follows it or a special token."""
         starts: np.ndarray = self._begins[ids]
         if self._before_word is not None:
             starts[:1] = True
             starts[1:] |= self._before_word[ids[:-1]]
         return starts
 
-    def _template_front(self, tokenizer: Any) -> tuple[int, ...]:
-        # the ids that the file's own template puts before a text, as transformers does; not BERT's [CLS]
-        encoding = tokenizer.encode(_ANY_TEXT, add_special_tokens=True)
-        mask: list[int] = encoding.special_tokens_mask
-        front = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
-        return () if front == (self.cls,) and self.cls != self.bos else front
-
 
 class HuggingFaceTokenizer(_Wrapped):
-    """Tokenizer from a ``tokenizer.json``.
+    """Tokenizer from a ``tokenizer.json``, or the folder that holds one.
 
-    Args:
-        path: the file, or its folder.
     Raises:
         DataError: the file is missing, too large, not a tokenizer, or has no token that can end a document.
         ConfigError: the tokenizers package is not installed.
@@ -98,38 +130,67 @@ class HuggingFaceTokenizer(_Wrapped):
         from tokenizers import Tokenizer
 
         file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-        contents = read_bounded(
-            file, MAX_BYTES, "--tokenizer-model needs a tokenizer.json, or the folder that holds one"
-        )
+        rule = "--tokenizer-model needs a tokenizer.json, or the folder that holds one"
+        contents = read_bounded(file, MAX_BYTES, rule)
         try:
             tokenizer = Tokenizer.from_str(contents.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception; a file that is not UTF-8 is not JSON either
-            raise DataError(
-                f"{file}: is not a tokenizer.json ({_short(error)}): give the file that the tokenizers library writes"
-            ) from None
-        super().__init__(tokenizer, _named_beside(file.parent), str(file), contents)
+            way = "give the file that the tokenizers library writes"
+            raise DataError(f"{file}: is not a tokenizer.json ({first_line(error)}): {way}") from None
+        named: dict[str, str] = {}
+        for beside in (file.parent / name for name in _BESIDE):
+            if not beside.exists():
+                continue
+            data = read_bounded(beside, _MAX_BESIDE_BYTES, "it says which tokens are special")
+            try:
+                document = json.loads(data.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{beside}: is not JSON ({first_line(error)})") from None
+            for role in (*_KNOWN, "bos"):
+                value = document.get(f"{role}_token") if isinstance(document, dict) else None
+                value = value.get("content") if isinstance(value, dict) else value
+                if isinstance(value, str):
+                    named.setdefault(role, value)
+        super().__init__(tokenizer, named, str(file), contents)
 
 
 class GPT2BPETokenizer(_Wrapped):
-    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``; a document ends with <|endoftext|>.
-
-    Raises:
-        DataError: a file is missing, too large, or not of this kind; names the line.
-        ConfigError: the tokenizers package is not installed.
-    """
+    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``; a document ends with <|endoftext|>."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         import_tokenizers()
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-        data = read_bounded(Path(vocab_file), MAX_BYTES, "--vocab-file needs GPT-2's vocab.json")
-        rules = read_bounded(Path(merge_file), MAX_BYTES, "--merge-file needs GPT-2's merges.txt")
-        vocab = _vocabulary(data, vocab_file)
+        needs_vocab = "--vocab-file needs GPT-2's vocab.json"
+        needs_merges = "--merge-file needs GPT-2's merges.txt"
+        data = read_bounded(Path(vocab_file), MAX_BYTES, needs_vocab)
+        rules = read_bounded(Path(merge_file), MAX_BYTES, needs_merges)
         try:
-            model = models.BPE(vocab, _merges(rules, merge_file))
+            vocab = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{vocab_file}: is not JSON ({first_line(error)}): {needs_vocab}") from None
+        if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 1 << 31 for i in vocab.values()):
+            raise DataError(f"{vocab_file}: must be one JSON object of pieces and their ids: {needs_vocab}")
+        if len(set(vocab.values())) != len(vocab):
+            raise DataError(f"{vocab_file}: two pieces have the same id: {needs_vocab}")
+        try:
+            lines = rules.decode("utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{merge_file}: is not UTF-8 ({error}): {needs_merges}") from None
+        merges = []
+        for number, line in enumerate(lines, start=1):
+            line = line.removesuffix("\r")
+            if not line or (number == 1 and line.startswith("#version")):
+                continue
+            parts = line.split(" ")
+            if len(parts) != 2 or not all(parts):
+                expected = f"expected two pieces with a space between them, found {line[:60]!r}"
+                raise DataError(f"{merge_file}:{number}: {expected}")
+            merges.append((parts[0], parts[1]))
+        try:
+            tokenizer = Tokenizer(models.BPE(vocab, merges))
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{merge_file} does not belong to {vocab_file}: {_short(error)}") from None
-        tokenizer = Tokenizer(model)
+            raise DataError(f"{merge_file} does not belong to {vocab_file}: {first_line(error)}") from None
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         special = [piece for known in _KNOWN.values() for piece in known if piece in vocab]
@@ -138,79 +199,8 @@ class GPT2BPETokenizer(_Wrapped):
         self.bos = self.eod
 
 
-def _vocabulary(data: bytes, path: str | Path) -> dict[str, int]:
-    try:
-        vocab = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is not JSON ({_short(error)}): --vocab-file needs GPT-2's vocab.json") from None
-    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 1 << 31 for i in vocab.values()):
-        raise DataError(
-            f"{path}: must be one JSON object of pieces and their ids: --vocab-file needs GPT-2's vocab.json"
-        )
-    if len(set(vocab.values())) != len(vocab):
-        raise DataError(f"{path}: two pieces have the same id: --vocab-file needs GPT-2's vocab.json")
-    return vocab
-
-
-def _merges(data: bytes, path: str | Path) -> list[tuple[str, str]]:
-    try:
-        lines = data.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 ({error}): --merge-file needs GPT-2's merges.txt") from None
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        line = line.removesuffix("\r")
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        parts = line.split(" ")
-        if len(parts) != 2 or not all(parts):
-            raise DataError(f"{path}:{number}: expected two pieces with a space between them, found {line[:60]!r}")
-        merges.append((parts[0], parts[1]))
-    return merges
-
-
-def _named_beside(folder: Path) -> dict[str, str]:
-    # role -> token from the files beside a tokenizer.json; missing files are ignored
-    named: dict[str, str] = {}
-    for name in _BESIDE:
-        if not (folder / name).exists():
-            continue
-        data = read_bounded(folder / name, _MAX_BESIDE_BYTES, "it says which tokens are special")
-        try:
-            document = json.loads(data.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{folder / name}: is not JSON ({_short(error)})") from None
-        for role in (*_KNOWN, "bos"):
-            value = document.get(f"{role}_token") if isinstance(document, dict) else None
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                named.setdefault(role, value)
-    return named
-
-
-def _find(role: str, named: Mapping[str, str], ids: Mapping[str, int]) -> int | None:
-    names = ([named[role]] if role in named else []) + list(_KNOWN[role])
-    return next((ids[name] for name in names if name in ids), None)
-
-
-def _find_eod(named: Mapping[str, str], ids: Mapping[str, int], sep: int | None, where: str) -> int:
-    # the end-of-document id: that of the "eos" token, else of [SEP], as in BERT's vocabularies
-    if "eos" in named and named["eos"] not in ids:
-        raise DataError(
-            f"{where}: has no token {named['eos'][:100]!r}, which the file beside it names as eos_token: the files do not belong together"
-        )
-    eod = _find("eos", named, ids)
-    eod = sep if eod is None else eod
-    if eod is None:
-        raise DataError(
-            f"{where}: no token can end a document: it has none of {', '.join(_KNOWN['eos'])}; name one of its own as eos_token in a"
-            " tokenizer_config.json beside it"
-        )
-    return eod
-
-
 def _word_tables(tokenizer: Any, ids: Mapping[str, int], size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """bool [vocab_size] each: pieces that begin a word, and pieces after which one begins (None: the first table suffices)."""
+    # bool [vocab_size] each: pieces that begin a word, and pieces after which one begins (None: the first suffices)
     from tokenizers import models
 
     if isinstance(tokenizer.model, models.WordPiece):
@@ -223,17 +213,62 @@ def _word_tables(tokenizer: Any, ids: Mapping[str, int], size: int) -> tuple[np.
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     begins, ends = np.zeros(size, bool), np.zeros(size, bool)
     for piece, i in ids.items():
-        text = (
-            piece.translate(_PLAIN)
-            if in_bytes
-            else _BYTE.sub(lambda match: chr(int(match[1], 16)), piece.replace(_METASPACE, " "))
-        )
+        if in_bytes:
+            text = piece.translate(_PLAIN)
+        else:
+            text = _BYTE.sub(lambda match: chr(int(match[1], 16)), piece.replace(_METASPACE, " "))
         begins[i], ends[i] = text[:1].isspace() or i in special, text[-1:].isspace() or i in special
     return begins, ends
 
 
-_PLAIN = str.maketrans(_SPACES_OF_BYTES, " \n\t\r")
+class BertWordPieceTokenizer(LibraryTokenizer):
+    """BERT's WordPiece from a ``vocab.txt``, one piece per line; a document ends with [SEP], or [UNK] without one.
+
+    Decoding does not restore the original white space nor, with ``lowercase``, case and accents.
+    """
+
+    def __init__(self, vocab_file: str | Path, lowercase: bool) -> None:
+        needs = "--vocab-file needs BERT's vocab.txt"
+        path = Path(vocab_file)
+        contents = read_bounded(path, _MAX_VOCAB_BYTES, needs)
+        try:
+            lines = contents.decode("utf-8").removesuffix("\n").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: is not UTF-8 ({error}): {needs}, one piece per line") from error
+        vocab: dict[str, int] = {}
+        for number, line in enumerate(lines, start=1):
+            piece = line.removesuffix("\r")
+            if not piece or piece in vocab:
+                what = f"'{piece}' is on line {vocab[piece] + 1} already" if piece else "is empty"
+                raise DataError(f"{path}:{number}: {what}: {needs}, one piece per line, each once")
+            vocab[piece] = len(vocab)
+        if UNKNOWN not in vocab:
+            raise DataError(f"{path}: has no line {UNKNOWN}, which stands for what no piece can spell: {needs}")
+        fingerprint = hashlib.sha256(f"BertWordPiece {lowercase} ".encode() + contents).hexdigest()
+        super().__init__(wordpiece_model(vocab, lowercase), len(vocab), fingerprint)
+        self.cls, self.sep, self.mask, self.pad = (vocab.get(token) for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]"))
+        self.eod: int = vocab[UNKNOWN] if self.sep is None else self.sep
+        self._starts = np.array([not piece.startswith(CONTINUES) for piece in vocab])
+
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        starts: np.ndarray = self._starts[ids]
+        return starts
 
 
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
+    """Return a tokenizer of the library with BERT's steps and this vocabulary."""
+    import_tokenizers()
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.WordPiece(
+            vocab, unk_token=UNKNOWN, max_input_chars_per_word=_MAX_WORD_CHARACTERS, continuing_subword_prefix=CONTINUES
+        )
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lowercase
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
+    tokenizer.add_special_tokens([token for token in SPECIAL if token in vocab])
+    return tokenizer

@@ -1,68 +1,36 @@
-"""Interface of the tokenizers, the base of those that use the tokenizers library, and helpers that they share."""
+"""Interface of the tokenizers, their construction from the flags, and those that need no file: bytes, and integers."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE, default_type
 from megatron_sp.utils.errors import ConfigError, DataError
 
 FILE = "tokenizer.json"
-
-
-"""Name of the Hugging Face library's file."""
-MAX_BYTES = 64 << 20
-"""Of a tokenizer's file; the largest vocabularies of today take 35 MB."""
+MAX_BYTES = 64 << 20  # of a tokenizer's file; the largest vocabularies of today take 35 MB
 
 
 class Tokenizer(Protocol):
     """Converter of text to ids and back; instances are read-only and thread-safe."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, which are 0 to ``vocab_size - 1`` and include the end-of-document id."""
-        ...
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
-        ...
-
-    @property
-    def bos(self) -> int | None:
-        """Id that may stand before a text; None if the vocabulary has no such token."""
-        ...
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """Ids with which a text begins where it is given to a GPT: BOS if that is the tokenizer's habit, often nothing."""
-        ...
-
-    @property
-    def cls(self) -> int | None:
-        """Id at the start of a BERT sample; this and the next three are None if the vocabulary has no such token."""
-        ...
-
-    @property
-    def sep(self) -> int | None:
-        """Id at the end of each segment of a BERT sample."""
-        ...
-
-    @property
-    def mask(self) -> int | None:
-        """Id that replaces a token to predict."""
-        ...
-
-    @property
-    def pad(self) -> int | None:
-        """Id that fills up a row."""
-        ...
+    vocab_size: int  # ids are 0 to vocab_size - 1
+    eod: int  # ends a document
+    bos: int | None  # may stand before a text; None, here and below, if the vocabulary has no such token
+    begin: tuple[int, ...]  # with which a text begins where it is given to a GPT; often nothing
+    cls: int | None  # starts a BERT sample
+    sep: int | None  # ends each segment of one
+    mask: int | None  # replaces a token to predict
+    pad: int | None  # fills up a row
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
-        """Return bool [n]: whether each of the ids (int64 [n], all in the vocabulary) begins a word; others continue the previous one."""
+        """Return bool [n]: whether each of the ids, int64 [n], begins a word; others continue the previous one."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -70,7 +38,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids; never fails on ids in the vocabulary."""
+        """Decode ids of the vocabulary."""
         ...
 
     def fingerprint(self) -> str:
@@ -78,47 +46,78 @@ class Tokenizer(Protocol):
         ...
 
 
-def choose_bos(tokenizer: Any, bos: bool | None) -> None:
-    """Let texts begin with BOS (--bos) or not (--no-bos) instead of as the tokenizer's own do.
+def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
+    """Build the tokenizer of --tokenizer-type, or that of the files that are given (``default_type``).
 
-    Args:
-        tokenizer: its ``begin`` is set.
-        bos: None: leave the tokenizer's habit.
     Raises:
-        ConfigError: the tokenizer has no such token.
+        ConfigError: the flags do not determine a tokenizer, or ``vocab_size``, the model's, is too small for it.
+        DataError: the tokenizer's file is missing or damaged.
     """
+    kind = data.tokenizer_type or default_type(data, vocab_size)
+    needs = f"--tokenizer-type {kind} needs"
+    tokenizer: Any
+    if kind is None:
+        raise ConfigError(
+            "there is no tokenizer: give --tokenizer-type (ByteTokenizer needs no file), --tokenizer-model FILE,"
+            " --vocab-file FILE, or --vocab-size N for text that is integers"
+        )
+    if kind in SENTENCEPIECE:
+        if not data.tokenizer_model:
+            raise ConfigError(f"{needs} --tokenizer-model FILE")
+        from megatron_sp.data.tokenizers.spm import Llama2Tokenizer, SentencePieceTokenizer
+
+        tokenizer = (Llama2Tokenizer if kind == "Llama2Tokenizer" else SentencePieceTokenizer)(data.tokenizer_model)
+    elif kind == "HuggingFaceTokenizer":
+        if not data.tokenizer_model:
+            raise ConfigError(f"{needs} --tokenizer-model FILE, a tokenizer.json")
+        from megatron_sp.data.tokenizers.hugging_face import HuggingFaceTokenizer
+
+        tokenizer = HuggingFaceTokenizer(data.tokenizer_model)
+    elif kind == "GPT2BPETokenizer":
+        if not data.vocab_file or not data.merge_file:
+            raise ConfigError(f"{needs} --vocab-file FILE, a vocab.json, and --merge-file FILE, a merges.txt")
+        from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer
+
+        tokenizer = GPT2BPETokenizer(data.vocab_file, data.merge_file)
+    elif kind in WORDPIECE:
+        if not data.vocab_file:
+            raise ConfigError(f"{needs} --vocab-file FILE")
+        from megatron_sp.data.tokenizers.hugging_face import BertWordPieceTokenizer
+
+        tokenizer = BertWordPieceTokenizer(data.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
+    elif kind == "ByteTokenizer":
+        tokenizer = ByteTokenizer()
+    elif kind == "NullTokenizer":
+        if not vocab_size:
+            raise ConfigError(f"{needs} --vocab-size N")
+        tokenizer = NullTokenizer(vocab_size, data.eod_id)
+    else:
+        known = f"{', '.join(SENTENCEPIECE)}, HuggingFaceTokenizer, GPT2BPETokenizer, {', '.join(WORDPIECE)}"
+        raise ConfigError(f"--tokenizer-type {kind} is not known: use {known}, ByteTokenizer or NullTokenizer")
+    eod, largest = data.eod_id, tokenizer.vocab_size - 1
+    if eod is not None and not 0 <= eod <= largest:
+        raise ConfigError(f"eod_id ({eod}) must be an id of the vocabulary, 0 to {largest}")
+    if eod is not None and eod != tokenizer.eod:  # --eod-id: another id ends documents than the tokenizer's own
+        fingerprint = hashlib.sha256(f"{tokenizer.fingerprint()} {eod}".encode()).hexdigest()
+        tokenizer.eod, tokenizer.fingerprint = eod, lambda: fingerprint
+    if vocab_size is not None and vocab_size <= largest:
+        least = f"must be at least the tokenizer's ({largest + 1}): leave --vocab-size out to take the tokenizer's"
+        raise ConfigError(f"vocab_size ({vocab_size}) {least}")
+    built: Tokenizer = tokenizer
+    return built
+
+
+def choose_bos(tokenizer: Tokenizer, bos: bool | None) -> None:
+    """Let texts begin with BOS (--bos), or not, or as the tokenizer's own do (None). Raises ConfigError: it has none."""
     if bos is False:
         tokenizer.begin = ()
     elif bos and not tokenizer.begin:
         if tokenizer.bos is None:
             raise ConfigError(
-                "--bos: the tokenizer has no token that begins a text (a bos_token in the tokenizer_config.json beside its file, or a"
-                " SentencePiece model's own): leave --bos out"
+                "--bos: the tokenizer has no token that begins a text (a bos_token in the tokenizer_config.json beside"
+                " its file, or a SentencePiece model's own): leave --bos out"
             )
         tokenizer.begin = (tokenizer.bos,)
-
-
-def well_formed(text: str) -> str:
-    """Replace lone surrogates (possible in JSON, but not in UTF-8) by U+FFFD, and join pairs of surrogates."""
-    try:
-        text.encode("utf-8")
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
-    """Read a whole file. Raises DataError: it cannot be read, is empty, or is larger than ``max_bytes``."""
-    try:
-        with open(path, "rb") as file:
-            contents = file.read(max_bytes + 1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}: {rule}") from error
-    if len(contents) > max_bytes:
-        raise DataError(f"{path}: is larger than the {max_bytes:,} bytes that such a file can have: {rule}")
-    if not contents:
-        raise DataError(f"{path}: is empty: {rule}")
-    return contents
 
 
 class SpecialTokens(NamedTuple):
@@ -131,66 +130,128 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """Return BERT's special tokens. Raises ConfigError, which names those that the vocabulary lacks."""
+    """Return BERT's special tokens. Raises ConfigError: the vocabulary lacks one."""
     ids = {name: getattr(tokenizer, name) for name in SpecialTokens._fields}
     lacking = [f"[{name.upper()}]" for name, token in ids.items() if token is None]
     if lacking:
         raise ConfigError(
-            f"BERT needs the tokens [CLS], [SEP], [MASK] and [PAD], and {type(tokenizer).__name__} has no {', '.join(lacking)}: take"
-            " BertWordPieceLowerCase with a --vocab-file that has them, or train a tokenizer with megatron-sp tokenizer --bert"
+            f"BERT needs the tokens [CLS], [SEP], [MASK] and [PAD], and {type(tokenizer).__name__} has no"
+            f" {', '.join(lacking)}: take BertWordPieceLowerCase with a --vocab-file that has them, or train a"
+            " tokenizer with megatron-sp tokenizer --bert"
         )
     return SpecialTokens(**ids)
 
 
-def import_tokenizers() -> None:
-    """Check that the tokenizers package is installed. Raises ConfigError, with the remedy."""
-    try:
-        import tokenizers  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"the tokenizers package is needed for WordPiece and for files of Hugging Face ({error}): pip install 'tokenizers>=0.22'"
-        ) from error
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, plus an end-of-document id."""
+
+    vocab_size = 257
+    eod = 256
+    bos: int | None = None
+    begin: tuple[int, ...] = ()
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    pad: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(well_formed(text).encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # invalid UTF-8 (a sample cut inside a character) becomes U+FFFD
+        return bytes(i for i in checked_ids(ids, self.vocab_size) if i != self.eod).decode("utf-8", errors="replace")
+
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(ids.size, bool)  # without a vocabulary there are no words
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"ByteTokenizer 257").hexdigest()
 
 
-class LibraryTokenizer:
-    """Tokenizer of the library, without special tokens added around the text; one spelled out in the text is encoded as that token.
+class NullTokenizer:
+    """Tokenizer of text that is integers separated by white space; documents end with ``eod`` (default: the last id)."""
 
-    Args:
-        tokenizer: tokenizer object of the library.
-        vocab_size: ids are below this.
-        fingerprint: hash of everything that determines what ``encode`` returns.
-    """
+    # ``vocab_size`` counts all ids; that of a command line counts the integers alone (``Config.adds_null_end``). For
+    # BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if ``vocab_size`` is above 5.
 
     bos: int | None = None
     begin: tuple[int, ...] = ()
 
-    def __init__(self, tokenizer: Any, vocab_size: int, fingerprint: str) -> None:
-        self._tokenizer, self.vocab_size, self._fingerprint = tokenizer, vocab_size, fingerprint
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        if vocab_size < 2:
+            least = "must be at least 2 with NullTokenizer: one token and the end of a document"
+            raise ConfigError(f"vocab_size ({vocab_size}) {least}")
+        if eod is not None and not 0 <= eod < vocab_size:
+            raise ConfigError(f"eod_id ({eod}) must be an id of the vocabulary, 0 to {vocab_size - 1}")
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1 if eod is None else eod
+        special: list[int | None] = [*range(vocab_size - 5, vocab_size - 1)] if vocab_size > 5 else [None] * 4
+        self.pad, self.cls, self.sep, self.mask = special
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids
-        return ids
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            reads = "NullTokenizer reads integers with spaces between them, not text"
+            raise DataError(f"{reads}: {error}; choose another --tokenizer-type") from None
+        return checked_ids(ids, self.vocab_size)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, with special tokens by name; ids without an entry in the vocabulary give no text.
+        return " ".join(str(int(i)) for i in ids)
 
-        Raises:
-            DataError: an id outside the vocabulary.
-        """
-        plain = [int(i) for i in ids]
-        bad = [i for i in plain if not 0 <= i < self.vocab_size]
-        if bad:
-            raise DataError(
-                f"token id {bad[0]}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries"
-            )
-        text: str = self._tokenizer.decode(plain, skip_special_tokens=False)
-        return text
-
-    def piece(self, token: int) -> str:
-        """Return the vocabulary entry with this id."""
-        return str(self._tokenizer.id_to_token(token))
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(ids.size, bool)
 
     def fingerprint(self) -> str:
-        """Hash of the tokenizer's files."""
-        return self._fingerprint
+        own_end = "" if self.eod == self.vocab_size - 1 else f" {self.eod}"
+        return hashlib.sha256(f"NullTokenizer {self.vocab_size}{own_end}".encode()).hexdigest()
+
+
+# ---- what the tokenizers share ----
+
+
+def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Return ids as Python's integers. Raises DataError: one is outside the vocabulary."""
+    plain = [int(i) for i in ids]
+    if plain and not (0 <= min(plain) and max(plain) < vocab_size):
+        bad = next(i for i in plain if not 0 <= i < vocab_size)
+        rule = f"expected 0 to {vocab_size - 1}, the vocabulary has {vocab_size} entries"
+        raise DataError(f"token id {bad}: {rule}")
+    return plain
+
+
+def well_formed(text: str) -> str:
+    """Replace lone surrogates, which JSON may have, by U+FFFD, and join pairs of them."""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
+    """Read a whole file. Raises DataError: it cannot be read, or has no or more than ``max_bytes``."""
+    try:
+        with open(path, "rb") as file:
+            contents = file.read(max_bytes + 1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}: {rule}") from error
+    if len(contents) > max_bytes:
+        raise DataError(f"{path}: is larger than the {max_bytes:,} bytes that such a file can have: {rule}")
+    if not contents:
+        raise DataError(f"{path}: is empty: {rule}")
+    return contents
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def import_tokenizers() -> None:
+    """Raise ConfigError if the tokenizers package is not installed."""
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        needed = f"the tokenizers package is needed for WordPiece and for files of Hugging Face ({error})"
+        raise ConfigError(f"{needed}: pip install 'tokenizers>=0.22'") from error

@@ -1,13 +1,4 @@
-"""Training of tokenizers: a SentencePiece model that reproduces its input text exactly, or BERT's WordPiece.
-
-SentencePiece: no normalisation, and spaces are neither added in front nor removed; a newline is a separate piece, runs
-of spaces can be pieces, and text without a piece is spelled in bytes. The model type is BPE, which trains in seconds
-where the unigram model takes a minute, and compresses as well (3.35 against 3.31 bytes per token on Python's own
-sources). Lines are sampled evenly over the documents and in order, and training has one thread, so the same text gives
-the same model, byte for byte. With BERT's special tokens, which no text can spell, a space is added in front, so that a
-word has the same pieces at the beginning of a sentence as within it. WordPiece: trained by the tokenizers library on
-the same lines; the result is a ``vocab.txt`` like BERT's.
-"""
+"""Training of tokenizers: a SentencePiece model that reproduces its input text exactly, or BERT's WordPiece."""
 
 from __future__ import annotations
 
@@ -16,11 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megatron_sp.data.tokenizers.hugging_face import CONTINUES, SPECIAL, BertWordPieceTokenizer, wordpiece_model
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, import_tokenizers, well_formed
-from megatron_sp.data.tokenizers.wordpiece import CONTINUES, SPECIAL, BertWordPieceTokenizer, wordpiece_model
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 from megatron_sp.utils.files import atomic_replace
 from megatron_sp.utils.output_file import file_place
@@ -37,84 +28,88 @@ _BERT_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class TrainReport(NamedTuple):
-    """Result of training: size of the vocabulary, bytes of the text trained on and of all, and bytes per token on a part of it."""
+    """Result of training."""
 
     vocab_size: int
-    num_sampled_bytes: int
-    num_text_bytes: int
-    bytes_per_token: float
+    num_sampled_bytes: int  # of the text trained on
+    num_text_bytes: int  # of all text
+    bytes_per_token: float  # on a part of the text trained on
 
 
 def train_sentencepiece(
     texts: Iterable[str], model: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES, bert: bool = False
 ) -> TrainReport:
-    """Train a SentencePiece model on ``texts`` and write it to ``model``, atomically.
+    """Train a SentencePiece model on ``texts`` and write it to ``model``, atomically; with BERT's tokens if ``bert``.
 
     Args:
-        model: path of the ``.model`` file.
         vocab_size: number of ids, including the 256 bytes and the end-of-document token (``<eod>``).
         sample_bytes: approximate amount of text to train on.
-        bert: add [PAD], [CLS], [SEP] and [MASK].
     Raises:
         ConfigError: ``vocab_size`` is too small, or sentencepiece is not installed.
         DataError: there is too little text for so many pieces, or it has more characters than pieces.
         DiskError: the file cannot be written.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
-        raise ConfigError(
-            f"vocab_size ({vocab_size}) must be at least {_MIN_VOCAB_SIZE}: the 256 bytes alone take most of that"
-        )
+        least = f"must be at least {_MIN_VOCAB_SIZE}: the 256 bytes alone take most of that"
+        raise ConfigError(f"vocab_size ({vocab_size}) {least}")
     try:
         import sentencepiece
     except ImportError as error:
-        raise ConfigError(
-            "the sentencepiece package is needed to train a tokenizer: pip install 'sentencepiece>=0.2.1'"
-        ) from error
+        needed = "the sentencepiece package is needed to train a tokenizer: pip install 'sentencepiece>=0.2.1'"
+        raise ConfigError(needed) from error
     lines, num_text_bytes = _sample(texts, sample_bytes)
     buffer = io.BytesIO()
+    # No normalisation, spaces are neither added in front nor removed, and text without a piece is spelled in bytes: it
+    # reproduces its input. BPE trains in seconds where the unigram model takes a minute, and compresses as well. One
+    # thread, and lines in order, so the same text gives the same model, byte for byte. With BERT's special tokens,
+    # which no text can spell, a space in front gives a word the same pieces at the beginning of a sentence as in it.
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=buffer, model_type="bpe", vocab_size=vocab_size,
-            normalization_rule_name="identity", add_dummy_prefix=bert, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"], byte_fallback=True, character_coverage=0.9999, split_digits=True,
-            unk_id=0, eos_id=1, eos_piece="<eod>", bos_id=-1, pad_id=-1, control_symbols=list(_BERT_PIECES) if bert else [],
-            shuffle_input_sentence=False, num_threads=1, max_sentence_length=_MAX_LINE_BYTES, minloglevel=2,
+            normalization_rule_name="identity", add_dummy_prefix=bert, remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True, user_defined_symbols=["\n"], byte_fallback=True,
+            character_coverage=0.9999, split_digits=True, unk_id=0, eos_id=1, eos_piece="<eod>", bos_id=-1, pad_id=-1,
+            control_symbols=list(_BERT_PIECES) if bert else [], shuffle_input_sentence=False, num_threads=1,
+            max_sentence_length=_MAX_LINE_BYTES, minloglevel=2,
         )  # fmt: skip
     except Exception as error:  # its errors are RuntimeError, OSError or its own, by version
-        raise _misfit(error, vocab_size, lines, num_text_bytes) from error
+        raise _misfit(error, vocab_size, _size_of(lines), num_text_bytes) from error
     _write(Path(model), buffer.getvalue())
     return _report(SentencePieceTokenizer(model), lines, num_text_bytes)
 
 
 def train_wordpiece(
-    texts: Iterable[str],
-    vocab_file: str | Path,
-    vocab_size: int,
-    sample_bytes: int = SAMPLE_BYTES,
+    texts: Iterable[str], vocab_file: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES,
     lowercase: bool = True,
-) -> TrainReport:
-    """Train WordPiece on ``texts`` and write ``vocab_file``, atomically; the special tokens are its first lines.
+) -> TrainReport:  # fmt: skip
+    """Train WordPiece on ``texts`` and write ``vocab_file``, atomically; little text gives fewer ids.
 
-    Args:
-        vocab_size: maximum number of ids; little text gives fewer.
-        lowercase: True for BertWordPieceLowerCase, False for BertWordPieceCase.
     Raises:
         ConfigError: ``vocab_size`` is too small, or the tokenizers package is not installed.
         DataError: there is no text. DiskError: the file cannot be written.
     """
     if vocab_size < _MIN_WORDPIECES:
-        raise ConfigError(
-            f"vocab_size ({vocab_size}) must be at least {_MIN_WORDPIECES}: five special tokens and some letters"
-        )
+        least = f"must be at least {_MIN_WORDPIECES}: five special tokens and some letters"
+        raise ConfigError(f"vocab_size ({vocab_size}) {least}")
     import_tokenizers()
     from tokenizers import trainers
 
     lines, num_text_bytes = _sample(texts, sample_bytes)
     tokenizer = wordpiece_model({token: i for i, token in enumerate(SPECIAL)}, lowercase)
-    alphabet, continuing = _alphabet(tokenizer, lines, min(_MAX_ALPHABET, vocab_size // 3))
+    words = Counter[str]()
+    for line in lines:
+        normal = tokenizer.normalizer.normalize_str(line)
+        words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal))
+    letters = Counter[str]()
+    for word, times in words.items():
+        for letter in word:
+            letters[letter] += times
+    most = min(_MAX_ALPHABET, vocab_size // 3)
+    alphabet = sorted(sorted(letters, key=lambda letter: (-letters[letter], letter))[:most])
+    inner = {letter for word in words for letter in word[1:]}
     # Given as special, these get their ids in this order; the trainer itself would number them by chance, and break
     # ties by number.
-    first = [*SPECIAL, *(CONTINUES + letter for letter in continuing)]
+    first = [*SPECIAL, *(CONTINUES + letter for letter in alphabet if letter in inner)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=len(alphabet),
         continuing_subword_prefix=CONTINUES, show_progress=False,
@@ -125,31 +120,10 @@ def train_wordpiece(
     return _report(BertWordPieceTokenizer(vocab_file, lowercase), lines, num_text_bytes)
 
 
-def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], list[str]]:
-    # the ``most`` most frequent letters in order, and those of them that continue words
-    words: Counter[str] = Counter()
-    for line in lines:
-        words.update(
-            word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line))
-        )
-    count: Counter[str] = Counter()
-    for word, times in words.items():
-        for letter in word:
-            count[letter] += times
-    alphabet = sorted(sorted(count, key=lambda letter: (-count[letter], letter))[:most])
-    inner = {letter for word in words for letter in word[1:]}
-    return alphabet, [letter for letter in alphabet if letter in inner]
-
-
 def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], int]:
-    """Return the lines of all texts, or evenly spaced ones if they exceed ``sample_bytes``, and the bytes of all lines.
-
-    Of more text than fits into memory every second line that is held is dropped, and of what follows only every second one
-    is held, as often as need be.
-
-    Raises:
-        DataError: there is no text.
-    """
+    # The lines of all texts, or evenly spaced ones if they exceed ``sample_bytes``, and the bytes of all lines. Of more
+    # text than fits into memory every second line that is held is dropped, and of what follows only every second one is
+    # held, as often as need be.
     held: list[str] = []
     total = held_bytes = 0
     stride, most = 1, max(_MIN_HELD_BYTES, 2 * sample_bytes)
@@ -162,7 +136,7 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], int]:
             held_bytes += size
         if held_bytes > most:
             held, stride = held[::2], 2 * stride
-            held_bytes = sum(len(line.encode()) for line in held)
+            held_bytes = _size_of(held)
     if not held:
         raise DataError("there is no text to train a tokenizer on")
     count = len(held) if held_bytes <= sample_bytes else max(1, len(held) * sample_bytes // held_bytes)
@@ -171,31 +145,29 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], int]:
 
 def _report(tokenizer: Tokenizer, lines: list[str], num_text_bytes: int) -> TrainReport:
     probe = "\n".join(lines[:: max(1, len(lines) // 5000)])
-    return TrainReport(
-        tokenizer.vocab_size, _size_of(lines), num_text_bytes, len(probe.encode()) / len(tokenizer.encode(probe))
-    )
+    bytes_per_token = len(probe.encode()) / len(tokenizer.encode(probe))
+    return TrainReport(tokenizer.vocab_size, _size_of(lines), num_text_bytes, bytes_per_token)
 
 
 def _size_of(lines: list[str]) -> int:
     return sum(len(line.encode()) for line in lines)
 
 
-def _misfit(error: Exception, vocab_size: int, lines: list[str], num_text_bytes: int) -> DataError:
-    size, said = _size_of(lines), str(error)
-    taken = f"{size:,} bytes of text" + (
-        f" (of {num_text_bytes:,}; --sample-bytes takes more)" if size < num_text_bytes else ""
-    )
-    if match := re.search(r"too high \(\d+\).*<= (\d+)", said):
+def _misfit(error: Exception, vocab_size: int, size: int, num_text_bytes: int) -> DataError:
+    text = f"{size:,} bytes of text"
+    if size < num_text_bytes:
+        text += f" (of {num_text_bytes:,}; --sample-bytes takes more)"
+    if match := re.search(r"too high \(\d+\).*<= (\d+)", str(error)):
         return DataError(
-            f"--vocab-size {vocab_size} is too large for {taken}: that has at most {match[1]} pieces; give --vocab-size {match[1]} or less,"
-            " or more text"
+            f"--vocab-size {vocab_size} is too large for {text}: that has at most {match[1]} pieces; give --vocab-size"
+            f" {match[1]} or less, or more text"
         )
-    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
         return DataError(
-            f"--vocab-size {vocab_size} is too small for {taken}: its characters, the 256 bytes and the special tokens are {match[1]}"
-            f" pieces already; give --vocab-size {match[1]} or more, better some thousands more"
+            f"--vocab-size {vocab_size} is too small for {text}: its characters, the 256 bytes and the special tokens"
+            f" are {match[1]} pieces already; give --vocab-size {match[1]} or more, better some thousands more"
         )
-    return DataError(f"cannot train {vocab_size} pieces on {taken}: {said}")
+    return DataError(f"cannot train {vocab_size} pieces on {text}: {error}")
 
 
 def _write(path: Path, contents: bytes) -> None:

@@ -15,7 +15,7 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.commands import fill_mask, generate
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.build import build_bert_datasets
-from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
+from megatron_sp.data.tokenizers.hugging_face import BertWordPieceTokenizer
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext

@@ -14,9 +14,8 @@ from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.convert.tokenizers import enter_tokenizer, find_files, find_named
 from megatron_sp.data.tokenizers import ByteTokenizer, choose_bos, hugging_face
-from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
-from megatron_sp.data.tokenizers.kept import find_moved
+from megatron_sp.data.tokenizers.kept import find_moved, name_path
 from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
 
 PIECES = ["a", "b", "ab", "\u0120", "\u0120a", "\u010a", "<|endoftext|>", "<x>", "[SEP]"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, build_tokenizer, train
-from megatron_sp.data.tokenizers.files import name_path
+from megatron_sp.data.tokenizers.kept import name_path
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import well_formed
 from megatron_sp.data.tokenizers.train import train_sentencepiece

@@ -15,10 +15,10 @@ from support.paths import ROOT
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.hugging_face import BertWordPieceTokenizer
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, special_tokens
 from megatron_sp.data.tokenizers.train import train_sentencepiece, train_wordpiece
-from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
 TOOL = ROOT / "tools" / "train_tokenizer.py"

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.data.classification import GLUE, ClassificationDataset, Example, TextTable, check_labels, labels_of, read_examples, scores
 from megatron_sp.data.tokenizers import ByteTokenizer
-from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
+from megatron_sp.data.tokenizers.hugging_face import BertWordPieceTokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
 FILES = {  # two examples of each, in the columns of the files as they are downloaded
