@@ -43,7 +43,7 @@ def build_bert_index(
     Args:
         bounds: int64 [d + 1], first sentence of each document, then one past the last sentence.
         lengths: int32 [sentences of the whole data set], tokens of each sentence.
-        max_samples, max_epochs: whole epochs are added until one of the limits is reached; None: no limit.
+        max_samples, max_epochs: whole epochs are added until one of these is reached; None: no limit.
     """
     if max_samples is None and max_epochs is None:
         raise ValueError("build_bert_index needs max_samples or max_epochs: the epochs would never end")
@@ -84,7 +84,7 @@ def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: i
 
 
 def left_out(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> str:
-    """Describe the documents that yield no sample because of a long sentence; empty if there are none."""
+    """Describe the documents that yield no sample because of a long sentence, if there are some."""
     sizes = np.diff(bounds.astype(np.int64))
     least = max(2, min_sentences)  # a document of one sequence may be of any length
     several = int((sizes >= least).sum())

@@ -59,11 +59,7 @@ _Cell = Callable[[str | int], str]  # the text under a column's name or number; 
 
 
 def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = False) -> tuple[list[Example], int]:
-    """Read all examples of a .tsv or .jsonl file; return them and the number of lines that were skipped as bad.
-
-    Raises:
-        DataError: the file or a column is missing, there is no example, or a line is bad and not to be skipped.
-    """
+    """Read all examples of a .tsv or .jsonl file; return them and the number of lines that were skipped as bad."""
     path = Path(path)
     try:
         text = path.read_bytes().decode(
@@ -181,15 +177,12 @@ def check_labels(labels: Sequence[str], examples: Sequence[Example]) -> None:
 
 
 class ClassificationDataset(SampleSet):
-    """Encoded examples: [CLS] first [SEP] second [SEP], padded; the longer of two texts is truncated, at its end.
+    """Encoded examples, [CLS] first [SEP] second [SEP], padded, and with examples of weight 0 to a ``multiple_of``.
 
     A sample has ``tokens`` and ``types`` int64 [s], ``length`` and ``label`` int64 [], ``weight`` float32 [].
 
-    Args:
-        multiple_of: the number of examples is padded to a multiple of this with examples of weight 0.
     Raises:
         ConfigError: the tokenizer lacks BERT's tokens, or ``seq_length`` leaves no room for text.
-        DataError: a label is not one of the classes.
     """
 
     def __init__(
@@ -231,7 +224,7 @@ class ClassificationDataset(SampleSet):
             first = first[: self._seq_length - 2]
             return [cls, *first, sep], [0] * (len(first) + 2)
         second = self._tokenizer.encode(example.second)
-        room = self._seq_length - 3
+        room = self._seq_length - 3  # the longer of two texts is truncated
         keep_first = max(min(len(first), room - min(len(second), room // 2)), 0)
         first, second = first[:keep_first], second[: room - keep_first]
         return [cls, *first, sep, *second, sep], [0] * (len(first) + 2) + [1] * (len(second) + 1)
@@ -250,14 +243,9 @@ def confusion(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> np.nd
 def scores(
     predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], groups: Sequence[str | None] = ()
 ) -> dict[str, float]:
-    """Compute classification metrics of class ids, int [n].
-
-    Args:
-        groups: group of each example; exact match is the fraction of groups that are fully correct, or of examples.
-    Returns:
-        accuracy; exact_match; f1: with two classes that of the second (as in GLUE), otherwise the mean over classes;
-        matthews: the correlation coefficient in Gorodkin's form for any number of classes (2004), 0 where undefined.
-    """
+    """Compute accuracy, exact_match (of groups, or of examples), f1 and matthews of class ids, int [n]."""
+    # f1: with two classes that of the second, as in GLUE, otherwise the mean over classes; matthews: the correlation
+    # coefficient in Gorodkin's form for any number of classes (2004), 0 where undefined
     table = confusion(predicted, true, len(labels)).astype(np.float64)
     hits, true_counts, predicted_counts, n = np.diag(table), table.sum(1), table.sum(0), table.sum()
     both = true_counts + predicted_counts

@@ -1,8 +1,4 @@
-"""Interface of the data sets of training samples, and what those of this package have in common.
-
-A sample's digest is the first 48 bits of SHA-256 over its tokens and labels: few enough for a float64 to hold them
-exactly, so they travel with the sums that a step exchanges anyway, and enough that a change is noticed.
-"""
+"""Interface of the data sets of training samples, and what those of this package have in common."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ if TYPE_CHECKING:
     from megatron_sp.data.indexed_dataset import IndexedDataset
 
 Sample = dict[str, np.ndarray]
+# The first 48 bits of SHA-256: few enough for a float64 to hold them exactly, so that digests travel with the sums that
+# a step exchanges anyway, and enough that a change goes unnoticed with a probability of only 2**-48.
 DIGEST_BYTES = 6
 _DIGESTED = ("tokens", "labels", "label")  # masks and positions follow from these and from flags
 
@@ -44,15 +42,12 @@ class RowDataset(Dataset, Protocol):
     """Samples whose documents are known without reading their tokens."""
 
     def document_lengths(self, i: int) -> np.ndarray:
-        """Return the tokens of each document in sample ``i``, int64, above 0, summing to s.
-
-        Cheap where an index says it, so that every rank can ask for all rows of a step.
-        """
+        """Return the tokens of each document in sample ``i``, int64, above 0, summing to s."""
         ...
 
 
 class SampleSet:
-    """Base of data sets: their size, bounds and fingerprint."""
+    """Base of data sets."""
 
     def __init__(self, num_samples: int, fingerprint: str) -> None:
         self._num_samples, self._fingerprint = num_samples, fingerprint
@@ -73,9 +68,9 @@ class SampleSet:
 
 
 class RowSet(SampleSet):
-    """Base of data sets for pretraining; without ``indexed``, a ``.bin``/``.idx`` pair, samples are synthetic."""
+    """Base of data sets for pretraining."""
 
-    indexed: IndexedDataset
+    indexed: IndexedDataset  # without it, samples are synthetic
 
     def document_lengths(self, i: int) -> np.ndarray:
         raise NotImplementedError
@@ -85,9 +80,9 @@ class RowSet(SampleSet):
 
 
 class CombinedDataset(RowSet):
-    """Base of data sets whose samples are those of other ones, each at a ``_place``: (data set, index in it)."""
+    """Base of data sets whose samples are those of other ones."""
 
-    def _place(self, i: int) -> tuple[RowDataset, int]:
+    def _place(self, i: int) -> tuple[RowDataset, int]:  # data set, index in it
         raise NotImplementedError
 
     def _sample(self, i: int) -> Sample:
@@ -104,7 +99,7 @@ class CombinedDataset(RowSet):
 
 
 def make_sample(tokens_and_last_label: np.ndarray, masked_eod: int | None) -> Sample:
-    """Split a run of tokens, int64 [s + 1], into inputs and labels, without loss where the input is ``masked_eod``."""
+    """Split tokens, int64 [s + 1], into inputs and labels, without loss where the input is ``masked_eod``."""
     tokens, labels = tokens_and_last_label[:-1], tokens_and_last_label[1:]
     mask = np.ones(tokens.size, np.float32)
     if masked_eod is not None:  # what follows it is the beginning of another document: as in Megatron-LM

@@ -1,8 +1,4 @@
-"""GPT samples: runs of ``seq_length`` tokens (plus one for the last label) from shuffled, concatenated documents.
-
-The tokens of sample i depend on the document lengths, the seed, the sequence length and the number of epochs, never on
-the rank.
-"""
+"""GPT samples: runs of ``seq_length`` tokens (plus one for the last label) from shuffled, concatenated documents."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ _EOD_PROBABILITY = 1 / 512
 
 
 class GPTIndex(NamedTuple):
-    """Arrays that map a sample to its tokens: sample i runs from cut ``shuffle[i]`` to the next, both included."""
+    """Sample i runs from cut ``shuffle[i]`` to the next, both included."""
 
     document: np.ndarray  # int32 [E * docs], order of the sequences in the stream
     sample: np.ndarray  # [n + 1, 2], position of each cut: (position in ``document``, token offset within it)
@@ -76,11 +72,7 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None)
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """Return the sequence ranges of train, validation and test by up to three weights, such as "969,30,1".
-
-    Raises:
-        ConfigError: the weights are not one to three numbers of at least 0, or are all 0.
-    """
+    """Return the sequence ranges of train, validation and test by weights such as "969,30,1". Raises ConfigError."""
     try:
         weights = [float(part) for part in re.split("[,/]", split)]
     except ValueError:
@@ -98,12 +90,7 @@ def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
 
 
 def build_gpt_index(lengths: np.ndarray, ids: np.ndarray, seq_length: int, plan: EpochPlan, seed: int) -> GPTIndex:
-    """Build the index arrays of one split.
-
-    Args:
-        lengths: int32 [N], tokens per sequence of the whole data set.
-        ids: [docs], the sequences of this split.
-    """
+    """Build the index arrays of the sequences ``ids``; ``lengths``, int32 [N], are those of the whole data set."""
     random = np.random.RandomState(seed)
     document = np.tile(ids.astype(np.int32), plan.num_epochs - plan.separate_last)
     random.shuffle(document)
@@ -121,9 +108,9 @@ def build_gpt_index(lengths: np.ndarray, ids: np.ndarray, seq_length: int, plan:
 
 
 def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int, num_samples: int) -> np.ndarray:
-    """Return the cuts of the stream, [n + 1, 2]; cut 0 is (0, 0) even if the first sequence is empty."""
+    """Return the cuts of the stream, [n + 1, 2]."""
     cuts = np.empty((num_samples + 1, 2), sample_index_dtype(document.size))
-    cuts[0] = 0
+    cuts[0] = 0  # even if the first sequence is empty
     ends = np.cumsum(lengths[document], dtype=np.int64)  # one past the last token of each entry, in the stream
     for start in range(1, num_samples + 1, _CHUNK):  # the temporaries are int64: keep them small beside the result
         stop = min(start + _CHUNK, num_samples + 1)
@@ -136,7 +123,7 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
 
 
 def sample_index_dtype(num_entries: int) -> np.dtype:
-    """Return int32, or int64 if positions in the document index need it (lengths are int32 by the format)."""
+    """Return int32, or int64 if positions in the document index need it."""
     return np.dtype(np.int32) if num_entries <= _INT32_MAX else np.dtype(np.int64)
 
 
@@ -158,16 +145,14 @@ class GPTOptions:
 
 
 class GPTDataset(RowSet):
-    """GPT samples of one split of one data set.
+    """GPT samples of one split of one data set: the sequences from ``bounds[0]`` to before ``bounds[1]``.
 
     Args:
-        bounds: first sequence of the split and the one after its last.
         num_samples: at least so many; the split is repeated as often as needed. None: one epoch.
         vocab_size: ids not below this are errors (default: the tokenizer's).
-        name: the split's, for messages.
         cache_folder: of the index arrays; None keeps them in memory.
     Raises:
-        DataError: the split is empty, or ``num_samples`` is None and one epoch is shorter than a sample.
+        DataError: the split is empty, or one epoch is shorter than a sample.
     """
 
     def __init__(
@@ -247,12 +232,8 @@ class GPTDataset(RowSet):
         return f"{self.indexed.bin_path}, sequence {int(self.index.document[first])} from token {start}{more}"
 
     def repetition(self, at_once: int | None = None, eval_iters: int | None = None) -> str | None:
-        """Return words about a split that is repeated: training within a sample, elsewhere within what is read at once.
-
-        Args:
-            at_once: samples that one validation, or the test, reads of this data set; None: all of them.
-            eval_iters: steps in which it does, to say how many would do.
-        """
+        """Describe a split that is repeated: training within a sample, elsewhere within the ``at_once`` samples of one
+        validation, or the test (None: all), in ``eval_iters`` steps."""
         per_epoch = (self._tokens - 1) // self.seq_length
         enough = per_epoch > 0 if self._name == "train" else at_once is not None and 0 < at_once <= per_epoch
         if self.num_epochs == 1 or enough:
@@ -279,10 +260,7 @@ def _too_short(indexed: IndexedDataset, bounds: tuple[int, int], name: str, toke
 
 
 class PackedDataset(CombinedDataset):
-    """Samples of another data set, with the position of each token in its document, or its document's number, or both.
-
-    ``positions`` and ``documents`` are int64 [s]; the token ``eod`` belongs to the document that it ends.
-    """
+    """Samples of another data set with ``positions`` in their documents and numbers of ``documents``, int64 [s]."""
 
     def __init__(self, dataset: RowDataset, eod: int, *, positions: bool, documents: bool) -> None:
         super().__init__(len(dataset), dataset.fingerprint())  # the order of samples and their tokens are the same
@@ -304,6 +282,7 @@ class PackedDataset(CombinedDataset):
 
 def document_numbers(tokens: np.ndarray, eod: int) -> np.ndarray:
     """Return the number of each token's document within the sample, int64 [s], from 0."""
+    # the token ``eod`` belongs to the document that it ends
     ended = np.cumsum(tokens == eod, dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), ended[:-1]]) if tokens.size else ended
 

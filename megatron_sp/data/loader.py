@@ -1,9 +1,4 @@
-"""Micro-batches of a step for one data parallel rank, prefetched in the background.
-
-The order of the samples is a pure function of their number, so a resumed run needs no other state than the number of
-consumed samples, and another layout only distributes the same ids differently. ``single`` is the data set's own order;
-``cyclic`` draws a new permutation in every epoch.
-"""
+"""Micro-batches of a step for one data parallel rank, prefetched in the background."""
 
 from __future__ import annotations
 
@@ -28,13 +23,15 @@ class BatchLoader:
     """Loader of the batches of one data set for one data parallel rank.
 
     Args:
-        num_workers: number of reader threads; 0 reads in the calling thread, without prefetching.
-        pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
+        order: "single" is the data set's own, "cyclic" a new permutation in every epoch.
+        num_workers: reader threads; 0 reads in the calling thread, without prefetching.
         digests: add to each batch the digests of its samples and their places in the global batch.
         deal_rows: given the ids of a global batch, its places in the order in which they are dealt to the ranks
             (``parallel/row_balancing.py``); None: by index.
     """
 
+    # The order of the samples is a pure function of their number, so a resumed run needs no other state than the number
+    # of consumed samples, and another layout only distributes the same ids differently.
     # Threads suffice: the time goes into file reads and numpy copies. After each step the loader predicts that the next
     # one continues where it ended, with as many micro-batches, and reads ahead; a wrong prediction (a batch size ramp,
     # a skip on resume) is discarded and wastes only the reads.
@@ -56,12 +53,11 @@ class BatchLoader:
     def step(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """Return this rank's micro-batches of the global batch that follows ``consumed_samples``.
 
-        Returns:
-            ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s],
-            ``sample_ids`` int64 [b]; with ``digests`` also ``digests`` float64 [b] and ``places`` int64 [b], on the
-            host.
+        Each has ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s], ``sample_ids`` int64 [b]; with
+        ``digests`` also ``digests`` float64 [b] and ``places`` int64 [b], on the host.
+
         Raises:
-            DataError: the data are damaged or exhausted; errors of background threads are raised here, too.
+            DataError: the data are damaged or exhausted.
         """
         if self._closed:
             raise RuntimeError("BatchLoader.step() after close()")
@@ -136,11 +132,7 @@ class BatchLoader:
 
 
 def next_ids(order: Order, consumed: int, count: int, total: int, seed: int) -> np.ndarray:
-    """Return the global sample ids after ``consumed`` samples of ``total``, int64 [count], in order.
-
-    Raises:
-        DataError: ``single`` would go beyond the end of the data set, or the data set is empty.
-    """
+    """Return the global sample ids after ``consumed`` samples of ``total``, int64 [count]. Raises DataError: no more."""
     if order == "single":
         if consumed < 0 or consumed + count > total:
             wanted = f"samples {consumed} to {consumed + count - 1} are wanted, the data set was built with {total}"
@@ -170,11 +162,7 @@ def epoch_permutation(total: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def deal(ids: np.ndarray, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
-    """Return this rank's share of a global batch, [num_microbatches, micro_batch_size].
-
-    Raises:
-        ValueError: the batch does not divide into whole micro-batches, or there is no such rank.
-    """
+    """Return this rank's share of a global batch, [num_microbatches, micro_batch_size]."""
     if ids.size % (micro_batch_size * dp_size) or not 0 <= dp_rank < dp_size:
         batches = f"in micro-batches of {micro_batch_size}"
         raise ValueError(f"cannot deal {ids.size} samples to rank {dp_rank} of {dp_size} {batches}")

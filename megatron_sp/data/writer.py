@@ -37,7 +37,7 @@ _PART = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})")
 
 
 def make_folder(prefix: str | Path) -> None:
-    """Create the folder of a new data set, with its parents. Raises DiskError."""
+    """Create the folder of a new data set. Raises DiskError."""
     folder = Path(prefix).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

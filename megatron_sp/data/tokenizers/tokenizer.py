@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20  # of a tokenizer's file; the largest vocabularies of today
 
 
 class Tokenizer(Protocol):
-    """Converter of text to ids and back; instances are read-only and thread-safe."""
+    """Converter of text to ids and back; thread-safe."""
 
     vocab_size: int  # ids are 0 to vocab_size - 1
     eod: int  # ends a document
@@ -108,7 +108,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
 
 
 def choose_bos(tokenizer: Tokenizer, bos: bool | None) -> None:
-    """Let texts begin with BOS (--bos), or not, or as the tokenizer's own do (None). Raises ConfigError: it has none."""
+    """Let texts begin with BOS, or not, or as the tokenizer's own do (None). Raises ConfigError: it has no BOS."""
     if bos is False:
         tokenizer.begin = ()
     elif bos and not tokenizer.begin:
@@ -169,7 +169,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Tokenizer of text that is integers separated by white space; documents end with ``eod`` (default: the last id)."""
+    """Tokenizer of text that is integers; documents end with ``eod`` (default: the last id)."""
 
     # ``vocab_size`` counts all ids; that of a command line counts the integers alone (``Config.adds_null_end``). For
     # BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if ``vocab_size`` is above 5.
