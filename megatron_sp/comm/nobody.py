@@ -62,12 +62,19 @@ def join_nobody(
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     undo.callback(dist.destroy_process_group)
+    count_collectives(undo, backend, tell)
+
+
+def count_collectives(
+    undo: ExitStack, backend: str, tell: Callable[[str, Any, Tensor, int], Callable[[], None]]
+) -> None:
+    """Let all collectives do nothing but ``tell`` (see ``join_nobody``), until ``undo`` is closed; groups need only size and rank."""
 
     def sent(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
         return Work(op == "send", tell(op, group, x, num_bytes))
 
     def all_reduce(x: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Work:
-        size = dist.get_world_size(group)
+        size = dist.get_world_size() if group is None else group.size()
         return sent("all_reduce", group, x, 2 * (x.nbytes * (size - 1) // size))
 
     def gather_list(parts: list[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Work:
