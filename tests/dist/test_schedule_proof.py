@@ -234,7 +234,7 @@ def narrow_families(names: list[str]) -> None:
     over_tp = two_ranks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proof, "_SMALL", 0)
-        patch.setattr(proof, "_candidates", lambda model, lines: [lambda: proof.narrow(model, layers=4)])
+        patch.setattr(proof, "_candidates", lambda model, lines: [(lambda: proof.narrow(model, layers=4), False)])
         for name in names:
             for mesh, seq in ((over_tp, True), *([(over_sp, False)] if covers(name, sp=2) else [])):
                 s = presets.auto(make(name), mesh, seq=seq)

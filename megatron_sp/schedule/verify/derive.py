@@ -1,4 +1,4 @@
-"""Measurement of what the lines of a schedule leave open: the adjoint of an all_gather, and where random numbers must differ.
+"""Measurement of what lines leave open: the adjoint of an all_gather, and where random numbers must differ.
 
 Both are read off a pass of the split model. The gradients that arrive at an all_gather's result are equal on all ranks
 if these go on alike (its adjoint is slice), and parts of a sum otherwise (reduce_scatter). Dropout draws other numbers
@@ -26,11 +26,14 @@ from megatron_sp.utils.errors import ConfigError
 
 def as_said(directives: list[Directive]) -> list[Directive]:
     """Return the lines as they were written, without what was measured."""
-    said = [d for d in directives if d.do != "rng" or not d.derived]
-    return [
-        replace(d, args={k: v for k, v in d.args.items() if k not in d.derived}, derived=()) if d.derived else d
-        for d in said
-    ]
+    said = []
+    for line in directives:
+        if line.derived and line.do != "rng":
+            args = {name: value for name, value in line.args.items() if name not in line.derived}
+            line = replace(line, args=args, derived=())
+        if not line.derived:
+            said.append(line)
+    return said
 
 
 def with_adjoints(directives: list[Directive], adjoints: Mapping[int, str]) -> list[Directive]:
@@ -54,42 +57,37 @@ class OpenAdjoint:
 
     def choose(self, path: str, grad: Tensor, group: Group) -> str:
         """Return reduce_scatter or slice. Collective over the group."""
-        both = torch.stack([grad, -grad])
-        low_high = all_reduce(both.clone(memory_format=torch.contiguous_format), group, "max")
-        spread = float((low_high[0] + low_high[1]).abs().max()) if grad.numel() else 0.0
-        largest = float(low_high.abs().max()) if grad.numel() else 0.0
+        highest_and_lowest = all_reduce(_both_signs(grad), group, "max")
+        spread = float((highest_and_lowest[0] + highest_and_lowest[1]).abs().max()) if grad.numel() else 0.0
+        largest = float(highest_and_lowest.abs().max()) if grad.numel() else 0.0
         value = "slice" if spread <= 1e-6 * largest else "reduce_scatter"
         if largest:  # else this gradient is not needed
             self.by_module[path] = value
         return value
 
     def decided(self, line: Directive) -> str:
-        """Return the one that all modules need, or "" if no gradient arrived. Raises ConfigError if they need different ones (E10)."""
-        found = {value: path for path, value in self.by_module.items()}
-        if len(found) > 1:
-            needs = " and ".join(f"grad='{value}' at {path}" for value, path in found.items())
+        """Return what all modules need, "" if no gradient arrived. Raises ConfigError: they need different ones."""
+        paths = {value: path for path, value in self.by_module.items()}
+        if len(paths) > 1:
+            needs = " and ".join(f"grad='{value}' at {path}" for value, path in paths.items())
             raise ConfigError(f"{line} ({line.where}) needs {needs}: write a line for each (E10)")
-        return next(iter(found), "")
+        return next(iter(paths), "")
 
 
 def measuring(directives: Iterable[Directive]) -> tuple[list[Directive], dict[int, OpenAdjoint]]:
     """Return the lines with an adjoint that is measured where there is none, and these, by the index of their line."""
-    lines, found = list(directives), dict[int, OpenAdjoint]()
+    lines, adjoints = list(directives), dict[int, OpenAdjoint]()
     for i, line in enumerate(lines):
         if is_open(line) and line.args.get("over") != "dp":
-            found[i] = OpenAdjoint()
-            lines[i] = replace(line, args={**line.args, "grad": found[i]})
-    return lines, found
-
-
-_DRAWS = ("rand_like", "randn_like", "bernoulli", "bernoulli_")
+            adjoints[i] = OpenAdjoint()
+            lines[i] = replace(line, args={**line.args, "grad": adjoints[i]})
+    return lines, adjoints
 
 
 class Draws(TorchFunctionMode):
-    """Mode that finds the modules in which dropout is on, and whether what it is given differs between the ranks of an axis.
+    """Mode that finds the modules in which dropout is on, and whether its operand differs between the ranks of an axis.
 
-    Attributes:
-        found: axis ("tp" or "sp", which stands for cp as well) -> {path: whether it differs}.
+    ``found``: axis ("tp" or "sp", which stands for cp as well) -> {path: whether it differs}.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -100,7 +98,7 @@ class Draws(TorchFunctionMode):
         self._handles = []
         for path, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._running.append(path)))
-            self._handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None))
+            self._handles.append(module.register_forward_hook(lambda *_: self._running.__delitem__(-1)))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -116,8 +114,8 @@ class Draws(TorchFunctionMode):
             path = self._running[-1] if self._running else ""
             operand = next(t for t in tensors_of([*args, *kwargs.values()]).values() if t.is_floating_point())
             for axis, groups in self.groups.items():
-                differs = any(_differs(operand.detach(), group) for group in groups)
-                self.found[axis][path] = self.found[axis].get(path, False) or differs
+                differs = [_differs(operand.detach(), group) for group in groups]
+                self.found[axis][path] = self.found[axis].get(path, False) or any(differs)
         return result
 
 
@@ -131,15 +129,19 @@ def _is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
         return float(arg(4, "dropout_p", 0.0)) > 0
     if "dropout" in name:
         return float(arg(1, "p", 0.5)) > 0 and bool(arg(2, "training", arg(2, "train", True)))
-    return name in _DRAWS
+    return name in ("rand_like", "randn_like", "bernoulli", "bernoulli_")
+
+
+def _both_signs(x: Tensor) -> Tensor:
+    # one reduction to the maximum then gives the highest and, negated, the lowest value of all ranks
+    return torch.stack([x, -x]).clone(memory_format=torch.contiguous_format)
 
 
 def _differs(x: Tensor, group: Group) -> bool:
     if group.size() == 1:
         return False
-    both = torch.stack([x, -x]).contiguous()
-    low_high = all_reduce(both, group, "max")
-    return bool((low_high[0] + low_high[1]).abs().max() > 0) if x.numel() else False
+    highest_and_lowest = all_reduce(_both_signs(x), group, "max")
+    return bool((highest_and_lowest[0] + highest_and_lowest[1]).abs().max() > 0) if x.numel() else False
 
 
 def random_lines(model: nn.Module, directives: list[Directive], draws: Draws) -> Iterator[Directive]:
@@ -149,11 +151,8 @@ def random_lines(model: nn.Module, directives: list[Directive], draws: Draws) ->
     """
     tp, sp = draws.found["tp"], draws.found["sp"]
     forks = [path for path in tp if tp[path] and not says_random(model, directives, path, "tp")]
-    alike = [
-        path
-        for path in sorted(tp)
-        if not tp[path] and any(path.startswith(f"{fork}." if fork else "") for fork in forks)
-    ]
+    inside = tuple(f"{fork}." if fork else "" for fork in forks)
+    alike = [path for path in sorted(tp) if not tp[path] and path.startswith(inside)]
     over_sp = [path for path in sp if sp[path] and not says_random(model, directives, path, "sp")]
     for paths, axis in ((forks, "tp"), (alike, "same"), (over_sp, "sp")):
         yield from (Directive(path, "rng", {"axis": axis}, "verify()", ("axis",)) for path in paths)
