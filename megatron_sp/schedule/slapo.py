@@ -1,4 +1,4 @@
-"""Slapo's API for schedules: its examples run unchanged, on this package's layers.
+"""Slapo's API for schedules (ASPLOS 2024, arXiv:2302.08005): its examples run unchanged, on this package's layers.
 
     sch = create_schedule(model)
     sch["attention.out_proj"].shard("weight", axis=1)
@@ -6,11 +6,8 @@
     sch["attention.resid_dropout"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1)
     model, _ = build(sch)
 
-Improvements: nothing but ``replace`` changes the model before ``build()``; the order of the other lines does not
-matter; a bias after a sum is added once; gradients that are sums over the ranks are complete after ``backward()``;
-``Verify`` compares those, too, and
-measures what lines leave open. Subgraph primitives (trace, find, fuse, decompose, pipeline stages) are rejected, with
-an alternative. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), from its documentation.
+Nothing but ``replace`` changes the model before ``build()``; gradients that are sums over the ranks are complete after
+``backward()``; ``Verify`` compares gradients, too. docs/how-to/schedule.md has all differences.
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -47,29 +43,56 @@ from megatron_sp.schedule.core.directives import Directive, expand
 from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.schedule.core.kinds import find_kind, knows
 from megatron_sp.schedule.core.mesh import Mesh
-from megatron_sp.schedule.schedule import Schedule, Selection
+from megatron_sp.schedule.schedule import Schedule
 from megatron_sp.schedule.verify.derive import with_adjoints
 from megatron_sp.schedule.verify.verify import Verdict, default_loss, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 __all__ = [
-    "Primitive", "ShardMethod", "SlapoSchedule", "Verify", "all_gather_forward_output", "build", "checkpoint", "create_schedule",
+    "Primitive", "ShardMethod", "SlapoSchedule", "Verify", "all_gather_forward_output", "build", "checkpoint",
+    "create_schedule",
     "get_cuda_rng_tracker", "init_empty_weights", "list_primitives", "reduce_backward_grad", "reduce_forward_output",
-    "reduce_scatter_forward_output", "register_primitive", "register_shard_method", "scatter_forward_output", "set_random_seed",
+    "reduce_scatter_forward_output", "register_primitive", "register_shard_method", "scatter_forward_output",
+    "set_random_seed",
 ]  # fmt: skip
-
-
-# Extension points
-
-
+BUILT_IN = ("annotate", "checkpoint", "fork_rng", "replace", "replace_all", "shard", "sync")
 PRIMITIVES: dict[str, type[Primitive]] = {}
 _METHODS: dict[type[nn.Module], type[ShardMethod]] = {}
+_META = torch.device("meta")
+_SEED = 2023
+_GRADIENT_SUMS = (("bwd_post", "all_reduce"), ("fwd_pre", "copy"))
+_OLD_MODES = {"fw_pre": "fwd_pre", "fw_post": "fwd_post", "bw_post": "bwd_post"}  # in an example of its documentation
+_RESHARDS: dict[str, tuple[str, int] | tuple[str, int, int] | None] = {  # of the last two dims: R whole, S split
+    "RR->RR": None, "RS->RS": None, "SR->SR": None, "RR->RS": ("scatter", -1), "RR->SR": ("scatter", -2),
+    "RS->RR": ("all_gather", -1), "SR->RR": ("all_gather", -2), "RS->SR": ("all_to_all", -2, -1),
+    "SR->RS": ("all_to_all", -1, -2),
+}  # fmt: skip
+_REFUSED = {
+    **dict.fromkeys(("trace", "trace_until"),
+        "nothing is traced here: hooks and split layers work on the modules themselves, so leave the line out"),
+    "find": "there is no graph to search: name modules by path, or many of them by glob with"
+        " megatron_sp.schedule.schedule",
+    **dict.fromkeys(("find_node", "find_subgraph"), "there is no graph to search: name modules by path"),
+    "fuse": "put the operations into a module of your own and .replace() theirs with it, or leave them to"
+        " torch.compile",
+    "decompose": "a bias is added after the sum anyway: leave the line out",
+    "cut_pipeline_stage": "pipeline stages are not supported: split by tp, sp and ZeRO",
+    "hook": ".sync(mode, fn) takes hooks",
+}  # fmt: skip
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 _M = TypeVar("_M", bound="type[ShardMethod]")
 _P = TypeVar("_P", bound="type[Primitive]")
+Init = bool | Callable[..., Any] | None
+
+
+# what users add
 
 
 class ShardMethod:
-    """Default shard method, which does nothing more; ``build()`` calls preproc and postproc once for each split tensor."""
+    """What happens beside the split of a class's tensors: nothing; subclasses are registered for their class."""
 
     @staticmethod
     def preproc(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> None:
@@ -80,9 +103,7 @@ class ShardMethod:
         """Run after the split, when ``sch.mod`` has this rank's share."""
 
     @staticmethod
-    def infer_output_type(
-        sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int
-    ) -> tuple[str | None, int | None]:
+    def infer_output_type(sch: SlapoSchedule, param_name: str, size: int, axis: int) -> tuple[str | None, int | None]:
         return None, None
 
     @staticmethod
@@ -96,31 +117,30 @@ class Primitive:
 
     @staticmethod
     def name() -> str:
-        """Name of the method on a schedule."""
         raise NotImplementedError
 
     @staticmethod
     def apply(sch: SlapoSchedule, *args: Any, **kwargs: Any) -> Any:
-        """Carry the primitive out; the result is what the method returns."""
         raise NotImplementedError
 
     @staticmethod
     def init_metadata() -> Any:
-        # the initial value of ``sch.metadata.primitives[name]``
+        """Return the initial value of ``sch.metadata.primitives[name]``."""
         return None
 
 
 def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], _M]:
-    # decorate a ShardMethod with the class that it is for; None, for a class that could not be imported, does nothing
+    """Decorate a ShardMethod with its class; None, for a class that could not be imported, does nothing."""
 
     def decorate(method: _M) -> _M:
         if module_cls is None:
             return method
+        name = module_cls.__name__
         if not issubclass(method, ShardMethod):
-            raise ConfigError(f"{method.__name__} for {module_cls.__name__} must be a subclass of ShardMethod")
+            raise ConfigError(f"{method.__name__} for {name} must be a subclass of ShardMethod")
         if module_cls in _METHODS or knows(module_cls):
             raise ConfigError(
-                f"{module_cls.__name__} has a way to be split already: register a subclass of it, or use register_shardable()"
+                f"{name} has a way to be split already: register a subclass of it, or use register_shardable()"
             )
         _METHODS[module_cls] = method
         return method
@@ -129,7 +149,7 @@ def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], 
 
 
 def register_primitive() -> Callable[[_P], _P]:
-    # decorate a Primitive, to register it. Raises ConfigError: it is not a Primitive, or its name is taken
+    """Decorate a Primitive. Raises ConfigError: it is none, or its name is taken."""
 
     def decorate(primitive: _P) -> _P:
         if not issubclass(primitive, Primitive):
@@ -143,31 +163,30 @@ def register_primitive() -> Callable[[_P], _P]:
     return decorate
 
 
-def method_of(module: nn.Module) -> type[ShardMethod]:
-    # the method of the first registered class that the module is an instance of, else the default
+def list_primitives(name_only: bool = True) -> list[str] | dict[str, Callable[..., Any]]:
+    own = {name: getattr(SlapoSchedule, name) for name in BUILT_IN}
+    found = own | {name: cls.apply for name, cls in PRIMITIVES.items()}
+    return list(found) if name_only else found
+
+
+def _method_of(module: nn.Module) -> type[ShardMethod]:
     return next((method for cls, method in _METHODS.items() if isinstance(module, cls)), ShardMethod)
 
 
-BUILT_IN = ("annotate", "checkpoint", "fork_rng", "replace", "replace_all", "shard", "sync")
-
-
-# Collectives as functions, for hooks
+# collectives for hooks, and random numbers
 
 
 def all_gather_forward_output(
     inp: Tensor, dim: int, group: Group | None = None, tensor_parallel_output_grad: bool = True
 ) -> Tensor:
-    # gather all ranks' tensors along ``dim``
     return gather_from(inp, group or world_group(), dim, "reduce_scatter" if tensor_parallel_output_grad else "slice")
 
 
 def reduce_scatter_forward_output(inp: Tensor, dim: int, group: Group | None = None) -> Tensor:
-    # this rank's share, along ``dim``, of the sum over the ranks. Raises ValueError: the dim is not divisible
     return reduce_scatter_to(inp, group or world_group(), dim)
 
 
 def scatter_forward_output(inp: Tensor, dim: int, group: Group | None = None) -> Tensor:
-    # this rank's share, along ``dim``, of what all ranks have. Raises ValueError: the dim is not divisible
     return scatter_to(inp, group or world_group(), dim)
 
 
@@ -176,11 +195,7 @@ def reduce_forward_output(inp: Tensor, group: Group | None = None) -> Tensor:
 
 
 def reduce_backward_grad(inp: Tensor, group: Group | None = None) -> Tensor:
-    # ``inp`` itself; its gradient is summed over the ranks
     return copy_to(inp, group or world_group())
-
-
-# Random numbers
 
 
 @dataclass(frozen=True)
@@ -190,19 +205,19 @@ class RngTracker:
     group: Group
 
     def fork(self) -> AbstractContextManager[None]:
-        """Draw different numbers on each rank inside; torch's generators must be equal on all ranks, as after ``set_random_seed``."""
+        """Draw different numbers on each rank inside; torch's generators must be equal on all ranks."""
         return Streams().differ(self.group)
 
 
 def get_cuda_rng_tracker(group: Group | None = None) -> RngTracker:
-    # the tracker of a group (default: all ranks); despite Slapo's name, it also forks the CPU's generator
+    """Return the tracker of a group (default: all ranks); despite Slapo's name, it also forks the CPU's generator."""
     return RngTracker(group or world_group())
 
 
 def set_random_seed(
     seed: int = 2013, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None
 ) -> int:
-    # seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp
+    """Seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp."""
     seed += 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -216,130 +231,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-# Other arguments of sync: of early versions, and "RS->SR"
-
-
-_OLD_MODES = {
-    "fw_pre": "fwd_pre",
-    "fw_post": "fwd_post",
-    "bw_post": "bwd_post",
-}  # as in an example in Slapo's documentation
-RESHARDS: dict[str, tuple[str, int] | tuple[str, int, int] | None] = {
-    "RR->RR": None,
-    "RS->RS": None,
-    "SR->SR": None,
-    "RR->RS": ("scatter", -1),
-    "RR->SR": ("scatter", -2),
-    "RS->RR": ("all_gather", -1),
-    "SR->RR": ("all_gather", -2),
-    "RS->SR": ("all_to_all", -2, -1),
-    "SR->RS": ("all_to_all", -1, -2),
-}
-
-
-def exchanges(sch: SlapoSchedule, mode: str, kwargs: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (mode, operation, keywords) that the modes forward, backward or both of early versions stand for."""
-    where = f"sync on {sch.path or 'the model'}"
-    if mode not in ("forward", "backward", "both") or kwargs:
-        raise ConfigError(
-            f"{where}: name the op at {mode!r}, such as sync('fwd_post', 'all_reduce'); only forward, backward and both of early"
-            f" versions say it by themselves, and take nothing else{', not ' + ', '.join(kwargs) if kwargs else ''}"
-        )
-    kind, axis = _result(sch)
-    if kind is None:
-        raise ConfigError(
-            f"{where}: {mode} asks what the result has become: write .shard() of its weight first, or name mode and operation"
-        )
-    if kind == "partial":
-        if mode != "forward":
-            raise ConfigError(
-                f"{where}: it is split by its inputs, so it has a sum to make of its result, and none of a gradient: use forward"
-            )
-        yield "fwd_post", "all_reduce", {}
-        return
-    if mode != "backward":
-        yield "fwd_post", "all_gather", {"axis": axis}
-    if mode != "forward" and not is_by_channels(sch.mod):
-        yield "bwd_post", "all_reduce", {}
-
-
-def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
-    known, module = find_kind(sch.mod), sch.mod
-    found: tuple[str | None, int | None] = (None, None)
-    for line in sch.schedule.directives:
-        if line.do != "shard" or line.on != sch.path:
-            continue
-        name, axis = line.args["tensor"], line.args["axis"]
-        tensor = tensor_of(module, name)
-        if tensor is None:
-            continue  # build() reports it
-        dim = axis % tensor.ndim
-        if known is not None and dim == known.out_dims.get(name, -1):
-            found = ("partition", known.out_axis) if found[0] is None else found
-        elif known is not None and dim == known.in_dims.get(name, -1):
-            found = ("partial", None)
-        elif known is None:
-            said = method_of(module).infer_output_type(sch, name, tensor.shape[dim] // sch.world_size, axis)
-            found = said if said[0] is not None else found
-    return found
-
-
-def is_by_channels(module: nn.Module) -> bool:
-    # whether each output depends on one input only, as in BatchNorm: if split, there is nothing to sum
-    kind = find_kind(module)
-    return kind is not None and kind.by_channel
-
-
-def is_reshard(op: str) -> bool:
-    return op in RESHARDS
-
-
-def put_reshard(line: Selection, path: str, mode: str, op: str, kwargs: dict[str, Any]) -> None:
-    # add a change of split of the last two dims, R whole and S split. Raises ConfigError: bwd_post, or keywords
-    if kwargs:
-        raise ConfigError(f"sync on {path}: {op!r} takes no {', '.join(kwargs)}: its letters say which dims are meant")
-    if mode == "bwd_post":
-        raise ConfigError(
-            f"sync on {path}: {op!r} is for fwd_pre and fwd_post; the gradient goes the other way by itself"
-        )
-    step = RESHARDS[op]
-    if step is None:
-        return
-    if len(step) == 2:
-        line.sync(mode, step[0], axis=step[1])
-    else:
-        line.sync(mode, partial(_trade, split=step[1], join=step[2]), layouts=f"S({step[2]})->S({step[1]})")
-
-
-def _trade(x: Tensor, group: Group, *, split: int, join: int) -> Tensor:
-    return all_to_all(x, group, split, join)
-
-
-# The schedule
-
-
-_REFUSED = {
-    "trace": "nothing is traced here: hooks and split layers work on the modules themselves, so leave the line out",
-    "trace_until": "nothing is traced here: hooks and split layers work on the modules themselves, so leave the line out",
-    "find": "there is no graph to search: name modules by path, or many of them by glob with megatron_sp.schedule.schedule",
-    "find_node": "there is no graph to search: name modules by path",
-    "find_subgraph": "there is no graph to search: name modules by path",
-    "fuse": "put the operations into a module of your own and .replace() theirs with it, or leave them to torch.compile",
-    "decompose": "a bias is added after the sum anyway: leave the line out",
-    "cut_pipeline_stage": "pipeline stages are not supported: split by tp, sp and ZeRO",
-    "hook": ".sync(mode, fn) takes hooks",
-}
-
-
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+# the schedule
 
 
 @dataclass
 class Metadata:
-    """Metadata of Slapo's schedules."""
+    """Notes of Slapo's schedules."""
 
     primitives: dict[str, Any] = field(default_factory=dict)
     param_tags: dict[str, None] = field(default_factory=dict)
@@ -352,29 +249,23 @@ class SlapoSchedule:
 
     def __init__(self, owner: Schedule, path: str = "", name: str = "", parent: SlapoSchedule | None = None) -> None:
         self.schedule, self.path, self.name, self.parent = owner, path, name or path.rpartition(".")[2], parent
-        self.metadata: Metadata = parent.metadata if parent is not None else _remember(owner.model)
-
-    # what is there
+        self.group = owner.mesh.tp
+        self.rank, self.world_size = self.group.rank(), self.group.size()
+        self._here = path or "the model"
+        if parent is not None:
+            self.metadata: Metadata = parent.metadata
+            return
+        names = names_of(owner.model)
+        self.metadata = Metadata(
+            primitives={name: cls.init_metadata() for name, cls in PRIMITIVES.items()},
+            tie_weights={p: p for p in owner.model.parameters() if len(names[id(p)]) > 1},
+            base_params={name: p.shape for name, p in owner.model.named_parameters()},
+        )
 
     @property
     def mod(self) -> nn.Module:
         """Module that the schedule is about."""
         return self.schedule.model.get_submodule(self.path)
-
-    @property
-    def group(self) -> Group:
-        """Group of tp."""
-        return self.schedule.mesh.tp
-
-    @property
-    def rank(self) -> int:
-        """This rank in the group."""
-        return self.group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self.group.size()
 
     @property
     def child(self) -> dict[str, SlapoSchedule]:
@@ -384,14 +275,13 @@ class SlapoSchedule:
     def __getitem__(self, path: str) -> SlapoSchedule:
         """Return the schedule of a submodule. Raises PathError: there is none; suggests similar names."""
         full = f"{self.path}.{path}" if self.path and path else path or self.path
-        (found,) = expand(self.schedule.model, full) if not set("*?{") & set(path) else self._one(full)
+        if set("*?{") & set(path):
+            raise ConfigError(
+                f"{full!r} may name several modules: Slapo's spelling takes one; schedule()[{full!r}] takes them all"
+            )
+        (found,) = expand(self.schedule.model, full)
         parent = self if "." not in path else self[path.rpartition(".")[0]]
         return SlapoSchedule(self.schedule, found, parent=parent)
-
-    def _one(self, glob: str) -> NoReturn:
-        raise ConfigError(
-            f"{glob!r} may name several modules: Slapo's spelling takes one; schedule()[{glob!r}] takes them all"
-        )
 
     def __contains__(self, path: object) -> bool:
         return any(name == path for name, _ in self.mod.named_modules() if name)
@@ -400,83 +290,131 @@ class SlapoSchedule:
         for path, _ in self.mod.named_modules():
             yield f"{prefix}.{path}".strip("."), self[path] if path else self
 
-    # primitives
+    def __getattr__(self, name: str) -> Any:
+        if name in _REFUSED:
+
+            def refuse(*_: Any, **__: Any) -> NoReturn:
+                raise ConfigError(f".{name}() on {self._here}: {_REFUSED[name]}")
+
+            return refuse
+        if name in PRIMITIVES:
+            return partial(PRIMITIVES[name].apply, self)
+        known = ", ".join(list_primitives())
+        raise AttributeError(f"{type(self).__name__} has no {name!r}: its primitives are {known}")
 
     def shard(self, tensor_name: str | list[str], axis: int, *, blocks: Any = None, heads: int | None = None) -> None:
         """Split parameters or buffers over the group along an axis."""
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
-            self._line.shard(name, axis, blocks=blocks, heads=heads)
+            self.schedule[self.path].shard(name, axis, blocks=blocks, heads=heads)
 
     def sync(
         self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any
     ) -> None:
         """Add a collective where a tensor enters or leaves the module."""
         if sync_op_or_fn is None:
-            for step in exchanges(self, mode, kwargs):
-                self.sync(*step[:2], **step[2])
-            return
-        method_of(self.mod).sync(self, _OLD_MODES.get(mode, mode), sync_op_or_fn, **kwargs)
+            for place, op, more in self._syncs_of_early_versions(mode, kwargs):
+                self.sync(place, op, **more)
+        else:
+            _method_of(self.mod).sync(self, _OLD_MODES.get(mode, mode), sync_op_or_fn, **kwargs)
 
-    def put_sync(self, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
-        # add the collective of ``sync`` for a class without its own ShardMethod
+    def put_sync(self, mode: str, op: str | Callable[..., Any], **kwargs: Any) -> None:
+        """Add the collective of ``sync`` for a class without a ShardMethod of its own."""
+        where, line = f"sync on {self.path}", self.schedule[self.path]
         if mode not in MODES:
-            raise ConfigError(
-                f"sync on {self.path}: mode {mode!r} is not known, only {', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
-            )
-        if callable(sync_op_or_fn):
+            known = f"{', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
+            raise ConfigError(f"{where}: mode {mode!r} is not known, only {known}")
+        if callable(op):
             if kwargs:
-                raise ConfigError(
-                    f"sync on {self.path}: {', '.join(kwargs)} has no meaning beside a hook, which does what it does"
-                )
-            self._line.hook(mode, sync_op_or_fn)
-            return
-        if is_reshard(sync_op_or_fn):
-            put_reshard(self._line, self.path, mode, sync_op_or_fn, kwargs)
-            return
-        self._check(mode, sync_op_or_fn, kwargs)
-        differs = kwargs.pop("tensor_parallel_output_grad", None)
-        grad = None if differs is None else "reduce_scatter" if differs else "slice"
-        axis = kwargs.pop("axis", 0)
-        self._line.sync(
-            mode, sync_op_or_fn, axis=None if sync_op_or_fn in ("all_reduce", "copy") else axis, grad=grad, **kwargs
-        )
+                raise ConfigError(f"{where}: {', '.join(kwargs)} has no meaning beside a hook, which does what it does")
+            line.hook(mode, op)
+        elif op in _RESHARDS:
+            if kwargs:
+                raise ConfigError(f"{where}: {op!r} takes no {', '.join(kwargs)}: its letters say which dims are meant")
+            if mode == "bwd_post":
+                way = "the gradient goes the other way by itself"
+                raise ConfigError(f"{where}: {op!r} is for fwd_pre and fwd_post; {way}")
+            name, *dims = _RESHARDS[op] or ("",)
+            if len(dims) == 1:
+                line.sync(mode, name, axis=dims[0])
+            elif dims:
+                split, join = dims
+                exchange = lambda x, group: all_to_all(x, group, split, join)
+                exchange.__name__ = "_trade"
+                line.sync(mode, exchange, layouts=f"S({join})->S({split})")
+        else:
+            keywords = ("axis", "tensor_parallel_output_grad", "arg", "out")
+            if op not in OPS:
+                ops = f"{', '.join(OPS)}, or a function, or one of {', '.join(_RESHARDS)}"
+                raise ConfigError(f"{where}: {op!r} is not known, only {ops}")
+            if wrong := [name for name in kwargs if name not in keywords]:
+                raise ConfigError(f"{where} does not know {', '.join(wrong)}, only {', '.join(keywords)}")
+            if "tensor_parallel_output_grad" in kwargs and op != "all_gather":
+                about = "tensor_parallel_output_grad is about the gradient of all_gather"
+                raise ConfigError(f"{where}: {about}, not of {op}")
+            differs, axis = kwargs.pop("tensor_parallel_output_grad", None), kwargs.pop("axis", 0)
+            grad = None if differs is None else "reduce_scatter" if differs else "slice"
+            line.sync(mode, op, axis=None if op in ("all_reduce", "copy") else axis, grad=grad, **kwargs)
 
-    def _check(self, mode: str, op: Any, kwargs: dict[str, Any]) -> None:
-        if op not in OPS:
+    def _syncs_of_early_versions(self, mode: str, kwargs: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+        # (mode, operation, keywords) that forward, backward or both stand for, after a shard of the weight
+        where = f"sync on {self._here}"
+        if mode not in ("forward", "backward", "both") or kwargs:
+            more = f", not {', '.join(kwargs)}" if kwargs else ""
             raise ConfigError(
-                f"sync on {self.path}: {op!r} is not known, only {', '.join(OPS)}, or a function, or one of {', '.join(RESHARDS)}"
+                f"{where}: name the op at {mode!r}, such as sync('fwd_post', 'all_reduce'); only forward, backward and"
+                f" both of early versions say it by themselves, and take nothing else{more}"
             )
-        known = ("axis", "tensor_parallel_output_grad", "arg", "out")
-        if wrong := [name for name in kwargs if name not in known]:
-            raise ConfigError(f"sync on {self.path} does not know {', '.join(wrong)}, only {', '.join(known)}")
-        if "tensor_parallel_output_grad" in kwargs and op != "all_gather":
-            raise ConfigError(
-                f"sync on {self.path}: tensor_parallel_output_grad is about the gradient of all_gather, not of {op}"
-            )
+        known, module = find_kind(self.mod), self.mod
+        result: str | None = None
+        axis: int | None = None
+        for line in self.schedule.directives:
+            if line.do != "shard" or line.on != self.path:
+                continue
+            name = line.args["tensor"]
+            if (tensor := tensor_of(module, name)) is None:
+                continue  # build() reports it
+            dim = line.args["axis"] % tensor.ndim
+            if known is None:
+                size = tensor.shape[dim] // self.world_size
+                inferred = _method_of(module).infer_output_type(self, name, size, line.args["axis"])
+                result, axis = inferred if inferred[0] is not None else (result, axis)
+            elif dim == known.out_dims.get(name, -1):
+                result, axis = (result, axis) if result is not None else ("partition", known.out_axis)
+            elif dim == known.in_dims.get(name, -1):
+                result, axis = "partial", None
+        if result is None:
+            ask = "asks what the result has become: write .shard() of its weight first, or name mode and operation"
+            raise ConfigError(f"{where}: {mode} {ask}")
+        if result == "partial":
+            if mode != "forward":
+                why = "it is split by its inputs, so it has a sum to make of its result, and none of a gradient"
+                raise ConfigError(f"{where}: {why}: use forward")
+            return [("fwd_post", "all_reduce", {})]
+        gather: Any = [("fwd_post", "all_gather", {"axis": axis})] if mode != "backward" else []
+        by_channel = known is not None and known.by_channel
+        return gather + ([("bwd_post", "all_reduce", {})] if mode != "forward" and not by_channel else [])
 
     def fork_rng(self) -> None:
         """Make random numbers inside differ between the ranks."""
-        self._line.rng("tp")
+        self.schedule[self.path].rng("tp")
 
     def annotate(self, param_name: str, key: str, value: Any) -> None:
         """Attach a note to a parameter; with ``replicated_param``, its gradient is summed over the ranks."""
-        self._line.annotate(param_name, key, value)
+        line = self.schedule[self.path].annotate(param_name, key, value)
         self.metadata.param_tags[key] = None
         if key == "replicated_param" and value:
-            self._line.sum_gradients(param_name)
+            line.sum_gradients(param_name)
 
     def replace(self, new_mod_or_func: Any, target_ops: Any = None, name: str | None = None, **kwargs: Any) -> None:
-        """Replace the module at once, so that later lines can refer to its submodules; the new one takes over the old one's hooks."""
-        here = self.path or "the model"
-        if target_ops is not None or not isinstance(new_mod_or_func, nn.Module):
-            raise ConfigError(
-                f"replace on {here} takes a module for a module; there is no graph whose nodes could be replaced"
-            )
-        if kwargs:
-            raise ConfigError(f"replace on {here} does not know {', '.join(kwargs)}")
-        if self.schedule.applied is not None:
-            raise ConfigError(f"replace on {here} comes after build(): write all lines first (E15)")
+        """Replace the module at once, so that later lines can name its submodules; the old one's hooks are kept."""
         old, new = self.mod, new_mod_or_func
+        if target_ops is not None or not isinstance(new, nn.Module):
+            why = "there is no graph whose nodes could be replaced"
+            raise ConfigError(f"replace on {self._here} takes a module for a module; {why}")
+        if kwargs:
+            raise ConfigError(f"replace on {self._here} does not know {', '.join(kwargs)}")
+        if self.schedule.applied is not None:
+            raise ConfigError(f"replace on {self._here} comes after build(): write all lines first (E15)")
         if new is old:
             return
         for hooks in _HOOKS:
@@ -489,92 +427,52 @@ class SlapoSchedule:
         around, _, last = self.path.rpartition(".")
         self.schedule.model.get_submodule(around)._modules[last] = new
 
-    def replace_all(
-        self, target_mod_type: type[nn.Module], make_mod_fn: Callable[..., nn.Module], **kwargs: Any
-    ) -> None:
-        """Replace every submodule of a type by ``make_mod_fn(path, module, **kwargs)``, except inside one that was replaced."""
+    def replace_all(self, target: type[nn.Module], make_mod_fn: Callable[..., nn.Module], **kwargs: Any) -> None:
+        """Replace every submodule of a type by ``make_mod_fn(path, module, **kwargs)``, except inside replaced ones."""
         done: list[str] = []
         for path, sub in list(self.named_schedules()):
             inside = any(path.startswith(f"{other}.") for other in done)
-            if path and not inside and isinstance(sub.mod, target_mod_type):
+            if path and not inside and isinstance(sub.mod, target):
                 sub.replace(make_mod_fn(path, sub.mod, **kwargs))
                 done.append(path)
 
     def checkpoint(self, subgraph: Any = None, order_args_fn: Any = None) -> None:
         """Recompute the module in backward; keyword arguments need no order."""
         if subgraph is not None:
-            raise ConfigError(
-                f"checkpoint on {self.path or 'the model'} takes a whole module: there is no graph to take a part of"
-            )
-        self._line.checkpoint()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _REFUSED:
-            return partial(self._refuse, name)
-        if name in PRIMITIVES:
-            return partial(PRIMITIVES[name].apply, self)
-        raise AttributeError(
-            f"{type(self).__name__} has no {name!r}: its primitives are {', '.join(list_primitives())}"
-        )
-
-    def _refuse(self, name: str, /, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(f".{name}() on {self.path or 'the model'}: {_REFUSED[name]}")
-
-    @property
-    def _line(self) -> Selection:
-        return self.schedule[self.path]
+            why = "there is no graph to take a part of"
+            raise ConfigError(f"checkpoint on {self._here} takes a whole module: {why}")
+        self.schedule[self.path].checkpoint()
 
 
 def create_schedule(
     root: nn.Module, name: str = "", path: str = "", parent: SlapoSchedule | None = None, group: Group | None = None
 ) -> SlapoSchedule:
+    """Return a schedule of a model for the ranks of a group (default: all), or of a module of the parent's model."""
     if parent is None:
         return SlapoSchedule(Schedule(root, Mesh(tp=group or world_group()), seq_dim=0), name=name)
-    found = parent.schedule.model.get_submodule(path)
-    if found is not root:
-        raise ConfigError(
-            f"{path!r} of the parent's model is another module than the one that was given: take parent[...] instead"
-        )
+    if parent.schedule.model.get_submodule(path) is not root:
+        why = "is another module than the one that was given: take parent[...] instead"
+        raise ConfigError(f"{path!r} of the parent's model {why}")
     return SlapoSchedule(parent.schedule, path, name, parent)
 
 
-def _remember(model: nn.Module) -> Metadata:
-    by_id = {id(p): p for p in model.parameters()}
-    tied = [by_id[key] for key, names in names_of(model).items() if len(names) > 1]
-    made = {name: cls.init_metadata() for name, cls in PRIMITIVES.items()}
-    return Metadata(made, {}, {p: p for p in tied}, {name: p.shape for name, p in model.named_parameters()})
-
-
-def list_primitives(name_only: bool = True) -> list[str] | dict[str, Callable[..., Any]]:
-    if name_only:
-        return [*BUILT_IN, *PRIMITIVES]
-    return {
-        **{name: getattr(SlapoSchedule, name) for name in BUILT_IN},
-        **{name: cls.apply for name, cls in PRIMITIVES.items()},
-    }
-
-
-# Empty weights
-
-
-META = torch.device("meta")
+# weights, and build
 
 
 @contextmanager
 def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
     """Give modules that are created inside parameters without contents (meta device); ``build()`` initialises them."""
 
-    def empty(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.device == META:
+    def without_contents(_: nn.Module, __: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.is_meta:
             return None  # stays as it is, so that tied ones stay tied
-        return nn.Parameter(parameter.detach().to(META), requires_grad=parameter.requires_grad)
+        empty = tensor.detach().to(_META)
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    def no_buffer(_: nn.Module, __: str, buffer: Tensor | None) -> Tensor | None:
-        return None if buffer is None else buffer.to(META)
-
-    handles = [register_module_parameter_registration_hook(empty)] if enable else []  # type: ignore[arg-type]
+    hook: Any = without_contents
+    handles = [register_module_parameter_registration_hook(hook)] if enable else []
     if enable and include_buffers:
-        handles.append(register_module_buffer_registration_hook(no_buffer))  # type: ignore[arg-type]
+        handles.append(register_module_buffer_registration_hook(hook))
     try:
         yield
     finally:
@@ -582,315 +480,243 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
             handle.remove()
 
 
-def fill(model: nn.Module, group: Group, init: bool | Callable[..., Any] | None) -> None:
-    """Initialise empty weights, in full on every rank; with ``init``, initialise all weights."""
-    empty = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device == META]
-    if not empty and not init:
+def _settle_weights(model: nn.Module, init: Init, group: Group) -> None:
+    # initialise what has no contents (all weights, with ``init``), then take rank 0's weights and buffers on every rank
+    if init is False:
         return
-    _materialise(model, _device(model, group))
-    _draw(model, init or True, None if init else {name.rpartition(".")[0] for name in empty})
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    if missing := [name for name in empty if _is_marked(tensors[name])]:
-        raise ConfigError(
-            f"{', '.join(missing[:6])}{', ...' if len(missing) > 6 else ''} have no contents, and their modules have no reset_parameters()"
-            " that gives them some: build(sch, init_weights=function of (module, path))"
-        )
+    empty = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if empty or init:
+        _initialise(model, init, {name.rpartition(".")[0] for name in empty}, group)
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        if missing := [name for name in empty if _has_marks(tensors[name])]:
+            more = ", ..." if len(missing) > 6 else ""
+            raise ConfigError(
+                f"{', '.join(missing[:6])}{more} have no contents, and their modules have no reset_parameters()"
+                " that gives them some: build(sch, init_weights=function of (module, path))"
+            )
+    for tensor in (*model.parameters(), *model.buffers()):
+        given = tensor.detach()
+        whole = broadcast(given.contiguous(), group)
+        if not given.is_contiguous():
+            given.copy_(whole)
 
 
-def _device(model: nn.Module, group: Group) -> torch.device:
-    found = [t.device for t in (*model.parameters(), *model.buffers()) if t.device != META]
-    if found:
-        return found[0]
-    backend = str(getattr(group, "name", lambda: "")()) if torch.cuda.is_available() else ""
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend.lower() else torch.device("cpu")
-
-
-def _mark(t: Tensor) -> Tensor:
-    return t.fill_(
-        float("nan")
-        if t.is_floating_point() or t.is_complex()
-        else 0
-        if t.dtype == torch.bool
-        else torch.iinfo(t.dtype).min
-    )
-
-
-def _is_marked(t: Tensor) -> bool:
+def _mark(t: Tensor) -> float:
+    # a value that no initialisation leaves: what still has it was not initialised (of bool there is none)
     if t.is_floating_point() or t.is_complex():
-        return bool(torch.isnan(t).any())
-    return t.dtype == torch.bool or bool((t == torch.iinfo(t.dtype).min).any())
+        return float("nan")
+    return 0 if t.dtype == torch.bool else torch.iinfo(t.dtype).min
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
+def _has_marks(t: Tensor) -> bool:
+    return t.dtype == torch.bool or bool((t.isnan() | (t == _mark(t))).any())
+
+
+def _initialise(model: nn.Module, init: Init, empty: set[str], group: Group) -> None:
+    # give empty tensors contents: marks first, then, in these modules (in all, with ``init``), what the module draws
+    device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
+    if device is None:
+        on_gpu = torch.cuda.is_available() and "nccl" in str(getattr(group, "name", lambda: "")()).lower()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for names in names_of(model).values():
-        path, _, last = names[0].rpartition(".")
-        old = model.get_submodule(path)._parameters[last]
-        if old is None or old.device != META:
-            continue
-        new = nn.Parameter(_mark(torch.empty_like(old, device=device)), requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-        for name in names:
-            path, _, last = name.rpartition(".")
-            model.get_submodule(path)._parameters[last] = new
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device == META:
-                module._buffers[name] = _mark(torch.empty_like(buffer, device=device))
-
-
-def _draw(model: nn.Module, init: bool | Callable[..., Any], only: set[str] | None) -> None:
-    own = getattr(model, "_init_weights", None)
+        old = model.get_parameter(names[0])
+        if old.is_meta:
+            new = nn.Parameter(torch.empty_like(old, device=device).fill_(_mark(old)), requires_grad=old.requires_grad)
+            new.__dict__.update(old.__dict__)
+            for path, _, last in (name.rpartition(".") for name in names):
+                model.get_submodule(path)._parameters[last] = new
+    own, takes_path = getattr(model, "_init_weights", None), False
+    if callable(init):
+        with suppress(TypeError, ValueError):  # builtins have no signature
+            needed = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty]
+            takes_path = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed) > 1
     with torch.no_grad():
         for path, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=device).fill_(_mark(buffer))
             owns = any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
-            if not owns or (only is not None and path not in only):
+            if not owns or (not init and path not in empty):
                 continue
             if callable(init):
-                init(*(module, path)[: _arguments(init)])
+                init(module, path) if takes_path else init(module)
             elif own is not None:
                 own(module)
             elif callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
 
-def _arguments(function: Callable[..., Any]) -> int:
-    # the number of arguments to pass: 1, or 2 if the function takes the path as well
-    try:
-        kinds = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    except (TypeError, ValueError):
-        return 1
-    return 2 if len([p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]) > 1 else 1
-
-
-# build
-
-
-Init = bool | Callable[..., Any] | None
-_OLDER = {"init_required": "init_weights", "param_init_fn": "init_weights"}
-
-
 def build(
     sch: SlapoSchedule, target: str | None = None, init_weights: Init = None, **kwargs: Any
 ) -> tuple[nn.Module, None]:
-    """Apply a schedule."""
-    for name in [name for name in _OLDER if name in kwargs]:
-        init_weights = kwargs.pop(name)
+    """Apply a schedule; return (model, None).
+
+    Args:
+        init_weights: None: initialise empty weights; True, or a function of (module) or (module, path): all weights;
+            False: leave them as they are, else rank 0's are everybody's.
+    Raises:
+        ConfigError: the lines are impossible, or weights stay empty; the model is left unchanged.
+    """
+    for name in ("init_required", "param_init_fn"):  # names of older versions
+        init_weights = kwargs.pop(name, init_weights)
     if target is not None or kwargs:
         what = f"target={target!r}" if target is not None else ", ".join(kwargs)
-        raise ConfigError(
-            f"build() knows no {what}: train the model it returns in your own loop, or in the project's (docs/how-to/schedule.md)"
-        )
+        way_out = "train the model it returns in your own loop, or in the project's (docs/how-to/schedule.md)"
+        raise ConfigError(f"build() knows no {what}: {way_out}")
     if sch.path:
         raise ConfigError(f"build() takes the schedule of the whole model, not of {sch.path}")
-    owner = sch.schedule
-    owner.directives = without_empty_sums(sch)
-    decide(sch.mod, owner.directives, owner.mesh, owner.seq_dim)  # before any weight is drawn
+    owner, model = sch.schedule, sch.mod
+    owner.directives = _without_empty_sums(sch)
+    decide(model, owner.directives, owner.mesh, owner.seq_dim)  # before any weight is drawn
+
+    def call_methods(step: str, ranks: int) -> None:
+        for sub, name, axis in split:
+            tensor = tensor_of(sub.mod, name)
+            if tensor is not None and -tensor.ndim <= axis < tensor.ndim:
+                getattr(_method_of(sub.mod), step)(sub, name, tensor.shape[axis] // ranks, axis)
+
     try:
-        with whole_or_not_at_all(sch.mod):
-            model = _built(sch, init_weights)
+        with whole_or_not_at_all(model):
+            _settle_weights(model, init_weights, sch.group)
+            lines = [(path, d.args) for d in owner.directives if d.do == "shard" for path in expand(model, d.on)]
+            split = [(sch[path] if path else sch, args["tensor"], args["axis"]) for path, args in lines]
+            call_methods("preproc", sch.world_size)
+            owner.apply(verify=False)  # the defaults are Slapo's, and written down (docs/how-to/schedule.md)
+            call_methods("postproc", 1)
+            assert owner.applied is not None
+            owner.applied = _finished(owner.applied)
     except BaseException:
         owner.applied = None
         raise
     return model, None
 
 
-def _built(sch: SlapoSchedule, init_weights: Init) -> nn.Module:
-    settle_weights(sch.mod, init_weights, sch.group)
-    lines = [(path, d.args) for d in sch.schedule.directives if d.do == "shard" for path in expand(sch.mod, d.on)]
-    split = [(sch[path] if path else sch, args["tensor"], args["axis"]) for path, args in lines]
-    _follow(split, "preproc", sch.world_size)
-    model = sch.schedule.apply(verify=False)  # the defaults are Slapo's, and written down (docs/how-to/schedule.md)
-    assert sch.schedule.applied is not None
-    _follow(split, "postproc", 1)
-    _note_shapes(sch.schedule.applied)
-    sch.schedule.applied = _complete(sch.schedule.applied)
-    return model
+def _finished(applied: Applied) -> Applied:
+    # sum partial gradients as soon as they are computed: training loops for Slapo's models do nothing after backward
+    def summed(name: str, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        applied.sum_parts(name, grad)
+        return grad
 
-
-def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
-    """Initialise weights and broadcast parameters and buffers, so that they are equal on every rank of the group; see ``build``."""
-    if init is False:
-        return
-    fill(model, group, init)
-    for tensor in (*model.parameters(), *model.buffers()):
-        given = tensor.detach()
-        if given.is_contiguous():
-            broadcast(given, group)
-        else:
-            given.copy_(broadcast(given.contiguous(), group))
-
-
-def without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
-    """Return the lines without gradient sums at layers split by channels, which would add up different channels; Slapo's test has one."""
-    lines = sch.schedule.directives
-    shards = {path for d in lines if d.do == "shard" for path in expand(sch.mod, d.on)}
-    by_channel = {path for path in shards if is_by_channels(sch.mod.get_submodule(path))}
-    kept = []
-    for line in lines:
-        sums = line.do == "sync" and (line.args["mode"], line.args["op"]) in (
-            ("bwd_post", "all_reduce"),
-            ("fwd_pre", "copy"),
-        )
-        if sums and line.on in by_channel:
-            warnings.warn(
-                f"{line.on} is split by channels, so ranks have gradients of different channels: {line.args['op']} ({line.where}) would"
-                " add them up, and is left out",
-                stacklevel=3,
-            )
-        else:
-            kept.append(line)
-    return kept
-
-
-def _follow(split: list[tuple[SlapoSchedule, str, int]], step: str, ranks: int) -> None:
-    for sub, name, axis in split:
-        tensor = tensor_of(sub.mod, name)
-        if tensor is not None and -tensor.ndim <= axis < tensor.ndim:
-            getattr(method_of(sub.mod), step)(sub, name, tensor.shape[axis] // ranks, axis)
-
-
-def _note_shapes(applied: Applied) -> None:
-    # set ``orig_shape`` of split parameters, which Slapo's users rely on
     for name, parameter in applied.model.named_parameters():
         if name in applied.splits:
             parameter.orig_shape = torch.Size(applied.specs[name].shape)  # type: ignore[attr-defined]
-
-
-def _complete(applied: Applied) -> Applied:
-    """Sum partial gradients as soon as they are computed, since training loops for Slapo's models do nothing after backward."""
-
-    def hook(grad: Tensor, name: str) -> Tensor:
-        summed = grad.clone()
-        applied.sum_parts(name, summed)
-        return summed
-
-    for name, parameter in applied.model.named_parameters():
         if applied.specs[name].sums:
-            parameter.register_hook(partial(hook, name=name))
+            parameter.register_hook(partial(summed, name))
     return replace(applied, specs={name: replace(spec, sums=()) for name, spec in applied.specs.items()})
 
 
-# Verify
-
-
-_SEED = 2023
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Options of ``Verify`` that Slapo's does not have."""
-
-    init_weights: Init = None
-    dtype: torch.dtype = torch.float64
+def _without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
+    # the lines but for gradient sums at layers that are split by channels, which would add up different channels
+    lines = sch.schedule.directives
+    shards = {path for d in lines if d.do == "shard" for path in expand(sch.mod, d.on)}
+    kept = []
+    for line in lines:
+        is_sum = line.do == "sync" and (line.args["mode"], line.args["op"]) in _GRADIENT_SUMS
+        kind = find_kind(sch.mod.get_submodule(line.on)) if is_sum and line.on in shards else None
+        if kind is None or not kind.by_channel:
+            kept.append(line)
+            continue
+        warnings.warn(
+            f"{line.on} is split by channels, so ranks have gradients of different channels: {line.args['op']}"
+            f" ({line.where}) would add them up, and is left out",
+            stacklevel=3,
+        )
+    return kept
 
 
 class Verify:
-    """Verify a schedule on copies, in fp64, as a context manager; the schedule can still be built. Collective over all ranks."""
+    """Verify a schedule on copies, as a context manager; the schedule can still be built. Collective over all ranks.
+
+    Args:
+        example_inputs: a dict by name, or positional inputs.
+        example_outputs: second argument of ``loss_fn``.
+        init_weights: see ``build``.
+        dtype: in which both models compute.
+    """
 
     def __init__(
         self, sch: SlapoSchedule, example_inputs: Any, example_outputs: Tensor | None = None,
         loss_fn: Callable[..., Tensor] | None = None, device: str | torch.device | None = None, topology: None = None,
-        eval_mode: bool = True, enable: bool = True, **more: Any,
+        eval_mode: bool = True, enable: bool = True, init_weights: Init = None, dtype: torch.dtype = torch.float64,
     ) -> None:  # fmt: skip
-        if enable and (sch.path or topology is not None):
-            what = (
-                f"the schedule of the whole model, not of {sch.path}"
-                if sch.path
-                else "no topology: there are no pipeline stages"
-            )
-            raise ConfigError(f"Verify takes {what}")
-        self.sch, self.inputs, self.targets, self.loss_fn, self.device = (
-            sch,
-            example_inputs,
-            example_outputs,
-            loss_fn,
-            device,
-        )
-        self.eval_mode, self.enable, self.options = eval_mode, enable, VerifyOptions(**more)
+        if enable and sch.path:
+            raise ConfigError(f"Verify takes the schedule of the whole model, not of {sch.path}")
+        if enable and topology is not None:
+            raise ConfigError("Verify takes no topology: there are no pipeline stages")
+        self.sch, self.inputs, self.targets, self.loss_fn = sch, example_inputs, example_outputs, loss_fn
+        self.device, self.eval_mode, self.enable = device, eval_mode, enable
+        self.init_weights, self.dtype = init_weights, dtype
         self.verdict: Verdict | None = None
-        self.whole = self._settled(sch.mod) if enable else nn.Identity()
+        self.whole = self._ready_copy() if enable else nn.Identity()
 
     def __enter__(self) -> Verify:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None or not self.enable:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None or not self.enable:
             return
-        if self.sch.schedule.applied is not None:
-            raise ConfigError(
-                "build() was called inside of Verify: call it after the block, whose end compares with the whole model"
-            )
-        now = self._settled(self.sch.mod)
-        _take_over(now, self.whole)
-        owner, lines = self.sch.schedule, without_empty_sums(self.sch)
+        owner = self.sch.schedule
+        if owner.applied is not None:
+            way_out = "call it after the block, whose end compares with the whole model"
+            raise ConfigError(f"build() was called inside of Verify: {way_out}")
+        now = self._ready_copy()
+        known = dict((*self.whole.named_parameters(), *self.whole.named_buffers()))
+        with torch.no_grad():  # what was replaced has other weights; all others are those of the whole model
+            for name, tensor in (*now.named_parameters(), *now.named_buffers()):
+                if name in known and known[name].shape == tensor.shape:
+                    tensor.copy_(known[name])
+        lines = _without_empty_sums(self.sch)
         asked = (lines, owner.mesh, owner.seq_dim, self._batch())
         with torch.random.fork_rng():
-            self.verdict = verify(now, *asked, dtype=self.options.dtype, loss=self._loss, whole=self.whole)
+            self.verdict = verify(now, *asked, dtype=self.dtype, loss=self._loss, whole=self.whole)
         if not self.verdict.ok:
-            raise NumericsError(f"{self.verdict}{self._way_out(self.verdict)}")
+            raise NumericsError(f"{self.verdict}{self._advice(self.verdict)}")
         owner.directives = with_adjoints(lines, self.verdict.adjoints)
         # these inputs may be equal by chance: what build() would refuse is refused here, too
         decide(owner.model, lines, owner.mesh, owner.seq_dim)
 
-    def _way_out(self, verdict: Verdict) -> str:
-        """Return advice if only gradients of unsplit parameters differ, which most likely lack a sum over the ranks; else nothing."""
+    def _advice(self, verdict: Verdict) -> str:
+        # only gradients of unsplit parameters differ: most likely they lack a sum over the ranks
         wrong = [row for row in verdict.rows if not row.error <= verdict.tolerance]
         split = {f"{d.on}.{d.args['tensor']}".lstrip(".") for d in self.sch.schedule.directives if d.do == "shard"}
         if any(row.kind != "gradient" or row.name in split for row in wrong):
             return ""
         path, _, last = wrong[0].name.rpartition(".")
         return (
-            "\nevery rank has these parameters whole; if it uses them on a share of the positions, their gradients are sums over the ranks:"
-            f" sch[{path!r}].annotate({last!r}, 'replicated_param', True)"
+            "\nevery rank has these parameters whole; if it uses them on a share of the positions, their gradients are"
+            f" sums over the ranks: sch[{path!r}].annotate({last!r}, 'replicated_param', True)"
         )
 
-    def _settled(self, model: nn.Module) -> nn.Module:
-        copied = copy.deepcopy(model)
-        settle_weights(copied, self.options.init_weights, self.sch.group)
+    def _ready_copy(self) -> nn.Module:
+        copied = copy.deepcopy(self.sch.mod)
+        _settle_weights(copied, self.init_weights, self.sch.group)
         if self.device is not None:
             copied.to(self.device)
         copied.train(copied.training and not self.eval_mode)
-        copied.register_forward_pre_hook(_seed)
+        copied.register_forward_pre_hook(lambda *_: torch.manual_seed(_SEED) and None)  # both drop the same numbers
         return copied
 
     def _batch(self) -> dict[str, Any]:
-        given = self.inputs if isinstance(self.inputs, dict) else _named(self.whole, self.inputs)
-        return {name: self._everywhere(value) for name, value in given.items()}
-
-    def _everywhere(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        moved = value.detach().clone() if self.device is None else value.detach().clone().to(self.device)
-        return broadcast(moved, self.sch.group).requires_grad_(value.requires_grad)
+        given = self.inputs
+        if not isinstance(given, dict):
+            values = list(given) if isinstance(given, (list, tuple)) else [given]
+            parameters = inspect.signature(self.whole.forward).parameters.values()
+            names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            if len(names) < len(values):
+                raise ConfigError(
+                    f"Verify has {len(values)} inputs, and {type(self.whole).__name__}.forward names"
+                    f" {', '.join(names) or 'none'}: give a dict by name, or a model that names its inputs"
+                )
+            given = dict(zip(names, values, strict=False))
+        batch = dict(given)
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                moved = value.detach().clone().to(value.device if self.device is None else self.device)
+                batch[name] = broadcast(moved, self.sch.group).requires_grad_(value.requires_grad)
+        return batch
 
     def _loss(self, result: Any) -> Tensor:
         if self.loss_fn is None:
             return default_loss(result)
         return self.loss_fn(result) if self.targets is None else self.loss_fn(result, self.targets)
-
-
-def _seed(*_: Any) -> None:
-    torch.manual_seed(_SEED)
-
-
-def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    # positional inputs by their names in the forward's signature. Raises ConfigError: it has too few names
-    given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-    kinds = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if len(names) < len(given):
-        raise ConfigError(
-            f"Verify has {len(given)} inputs, and {type(model).__name__}.forward names {', '.join(names) or 'none'}:"
-            " give a dict by name, or a model that names its inputs"
-        )
-    return dict(zip(names, given, strict=False))
-
-
-def _take_over(now: nn.Module, whole: nn.Module) -> None:
-    known = dict((*whole.named_parameters(), *whole.named_buffers()))
-    with torch.no_grad():
-        for name, tensor in (*now.named_parameters(), *now.named_buffers()):
-            if name in known and known[name].shape == tensor.shape:
-                tensor.copy_(known[name])
