@@ -32,14 +32,13 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
 
 
 def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
-    """Build the BERT of the configuration; with ``on_unit`` it is sharded unit by unit."""
     return BertModel(
         config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit
     )
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
-    """Return the divisors of the sums: masked tokens, and sequences; without gradients each twice, for the hits."""
+    # the divisors of the sums: masked tokens, and sequences; without gradients each twice, for the hits
     counts = [batch["loss_mask"].sum(dtype=torch.float64)]
     if "order" in batch:
         counts.append(torch.full((), float(len(batch["order"])), device=counts[0].device))
@@ -47,7 +46,6 @@ def loss_counts(batch: MicroBatch) -> list[Tensor]:
 
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    """Return the loss sums of masked tokens and sentence order; without gradients also the number of hits of each."""
     losses = cast("BertModel", model)(
         batch["tokens"], batch["types"], batch["labels"], batch["loss_mask"], batch.get("order"), context, events
     )  # fmt: skip

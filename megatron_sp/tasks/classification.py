@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,16 +11,9 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.config.schema import Config
+from megatron_sp.data import classification
 from megatron_sp.data.build import Datasets
-from megatron_sp.data.classification import (
-    ClassificationDataset,
-    Example,
-    TextTable,
-    check_labels,
-    confusion,
-    labels_of,
-    scores,
-)
+from megatron_sp.data.classification import ClassificationDataset, Example, TextTable
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.models.classifier import NEW_PARAMETERS, BertClassifier
@@ -46,8 +40,8 @@ class Classification:
     """
 
     def __init__(self, table: TextTable, train: Sequence[Example], valid: Sequence[Example]) -> None:
-        self.train, self.valid, self.labels = train, valid, labels_of(table, train)
-        check_labels(self.labels, valid)
+        self.train, self.valid, self.labels = train, valid, classification.labels_of(table, train)
+        classification.check_labels(self.labels, valid)
 
     def fit(self, config: Config, world_size: int) -> None:
         """Set the global batch size, and as many validation batches as cover every example once."""
@@ -74,7 +68,6 @@ class Classification:
         )  # fmt: skip
 
     def build_model(self, config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
-        """Build the classifier of the configuration."""
         return BertClassifier(
             config.model, config.kernels, num_classes=len(self.labels), seed=config.batch.seed, dtype=dtype_of(config),
             layout=layout, on_unit=on_unit,
@@ -87,25 +80,22 @@ class Classification:
         if context.launch.rank != 0:
             return
         true = np.array([self.labels.index(example.label) for example in self.valid])
-        found = scores(predicted, true, self.labels, [example.group for example in self.valid])
-        context.console.line(
-            f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-        )
-        confused = {"labels": self.labels, "confusion": confusion(predicted, true, len(self.labels)).tolist()}
-        few = len(self.labels) <= _FEW_LABELS
-        run.metrics.write(
-            "classification", step=run.state.progress.step, examples=len(true), **found, **(confused if few else {})
-        )
-        rows = [
-            f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))
-        ]
+        scored = classification.scores(predicted, true, self.labels, [example.group for example in self.valid])
+        words = ", ".join(f"{name} {value:.4f}" for name, value in scored.items())
+        context.console.line(f"{len(true)} validation examples: {words}")
+        record: dict[str, Any] = {"step": run.state.progress.step, "examples": len(true), **scored}
+        if len(self.labels) <= _FEW_LABELS:
+            matrix = classification.confusion(predicted, true, len(self.labels))
+            record |= {"labels": self.labels, "confusion": matrix.tolist()}
+        run.metrics.write("classification", **record)
+        pairs = enumerate(zip(predicted, true, strict=True))
+        rows = [f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in pairs]
         path = context.run_dir / "predictions.tsv"
         try:
             atomic_write_text(path, "\n".join(["index\tpredicted\tlabel", *rows]) + "\n")
         except OSError as error:
-            raise DiskError(
-                f"{path} cannot be written: {error.strerror}; free some space and run the same command again"
-            ) from None
+            way_out = "free some space and run the same command again"
+            raise DiskError(f"{path} cannot be written: {error.strerror}; {way_out}") from None
 
     @torch.no_grad()
     def _classified_here(self, run: Run) -> Tensor:
@@ -116,36 +106,29 @@ class Classification:
         assert isinstance(dataset, ClassificationDataset)
         each = sizes.evaluation // (sizes.micro_batch_size * sizes.dp_size)
         model.eval()
-        with BatchLoader(
-            dataset, micro_batch_size=sizes.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size
-        ) as loader:
+        ranks: Any = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size}
+        with BatchLoader(dataset, micro_batch_size=sizes.micro_batch_size, **ranks) as loader:
             for start in range(0, len(dataset), sizes.evaluation):
                 run.context.watchdog.beat(f"classification, example {start}")
                 batches = loader.step(start, each)
                 weights.start_step(len(batches), model.unit_order(backward=False))  # type: ignore[operator]
                 events = UnitWork(weights, None)
                 for batch in batches:
-                    real = batch["weight"] > 0
-                    logits = _logits(run, on_device(batch, groups.device), events)
+                    real, there = batch["weight"] > 0, on_device(batch, groups.device)
+                    kernel = run.attention.kernel.name
+                    state = micro_batch_context(there, seed=0, step=0, drops=False, kernel=kernel, causal=False)
+                    given = (there[name] for name in ("tokens", "types", "label", "weight"))
+                    logits = model(*given, state, events).logits
                     if logits is not None and groups.tp_rank == 0:  # on the one cp and sp rank that has [CLS]
                         found[batch["sample_ids"][real]] = logits.argmax(1).cpu()[real]
         return found
 
 
-def _logits(run: Run, batch: MicroBatch, events: UnitEvents) -> Tensor | None:
-    context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=run.attention.kernel.name, causal=False)
-    logits: Tensor | None = run.parts.model(
-        batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events
-    ).logits
-    return logits
-
-
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
-    """Return the number of examples; without gradients twice, for the hits."""
+    # the number of examples; without gradients twice, for the hits
     return [batch["weight"].sum()] * (1 if torch.is_grad_enabled() else 2)
 
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    """Return the sum of the cross entropies; without gradients also the number of hits."""
     outputs = model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events)
     return [outputs.sum] if torch.is_grad_enabled() else [outputs.sum, outputs.hits]

@@ -1,7 +1,4 @@
-"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it.
-
-Nothing here imports torch.
-"""
+"""Shape of an external model: its config.json in our fields, and flags that contradict it; without torch."""
 
 from __future__ import annotations
 
@@ -26,46 +23,40 @@ _OF_TRAINING = (
 )  # fmt: skip
 """Fields of ``ModelConfig`` that a folder does not decide."""
 
-
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """Fields without which no run begins."""
 
 
 def shape_of(folder: str) -> dict[str, int]:
-    """Return the shape that a config.json has, in the names that most classes use, as fields of our configuration.
-
-    Raises:
-        ConfigError: the file is missing or invalid.
-    """
+    """Return the shape that a config.json has in the names that most classes use. Raises ConfigError: it is invalid."""
     path = Path(folder) / "config.json"
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        entries: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model {folder}: {path} cannot be read ({error}): give a local folder with transformers' config.json"
-        ) from None
-    if not isinstance(found, dict):
+        way_out = "give a local folder with transformers' config.json"
+        raise ConfigError(f"--model {folder}: {path} cannot be read ({error}): {way_out}") from None
+    if not isinstance(entries, dict):
         raise ConfigError(f"--model {folder}: {path} must be an object")
-    values = {
-        field: next((found[name] for name in names if isinstance(found.get(name), int)), None)
-        for field, names in NAMES.items()
-    }
-    return {field: value for field, value in values.items() if value is not None}
+    shape = dict[str, int]()
+    for field, names in NAMES.items():
+        for name in names:
+            if isinstance(entries.get(name), int):
+                shape.setdefault(field, entries[name])
+    return shape
 
 
 def shape_in(configuration: Any) -> dict[str, int]:
-    text = configuration.get_text_config(decoder=True)
-    values = {
-        field: next((v for n in names if type(v := _entry(text, n)) is int), None) for field, names in NAMES.items()
-    }
-    return {field: value for field, value in values.items() if value is not None}
-
-
-def _entry(configuration: Any, name: str) -> Any:
-    try:
-        return getattr(configuration, name, None)
-    except Exception:
-        return None
+    """Return the shape in a configuration of transformers, as fields of ours."""
+    text, shape = configuration.get_text_config(decoder=True), dict[str, int]()
+    for field, names in NAMES.items():
+        for name in names:
+            try:
+                value = getattr(text, name, None)
+            except Exception:  # some entries are properties that raise
+                continue
+            if type(value) is int:
+                shape.setdefault(field, value)
+    return shape
 
 
 def contradictions(config: Config, shape: dict[str, int], folder: str) -> Iterator[str]:

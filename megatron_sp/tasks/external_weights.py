@@ -1,7 +1,4 @@
-"""Model from a local folder with transformers' config.json and, optionally, weights.
-
-Nothing is downloaded, none of its code is run.
-"""
+"""Model of a local folder with transformers' config.json and, optionally, weights; no code in it is run."""
 
 from __future__ import annotations
 
@@ -29,45 +26,46 @@ _DROPOUT = {
         "residual_dropout", "embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout",
     ),
 }  # fmt: skip
-"""Flag -> what transformers' configurations call it: on attention's weights; on embeddings and what a block adds."""
+"""Flag -> its names in transformers' configurations: on attention's weights; on embeddings and what a block adds."""
+# inside of the MLP: off with --hidden-dropout 0, else the model's own
 _INNER_DROPOUT = ("activation_dropout", "mlp_dropout", "ffn_dropout", "ff_dropout")
-"""Inside of the MLP: off with --hidden-dropout 0, else the model's own."""
-_OTHER_HEADS = ("classifier", "classif", "summary", "pooler", "qa_")
-"""In names of what only heads for other tasks have."""
+_OTHER_HEADS = ("classif", "summary", "pooler", "qa_")  # in names of what only heads for other tasks have
 _OTHER_WEIGHTS = (
     "pytorch_model*.bin", "model*.bin", "consolidated*.pt*", "*.gguf", "tf_model*.h5", "flax_model*.msgpack",
 )  # fmt: skip
-"""Files of weights in other formats."""
-
-
-def load_transformers() -> Any:
-    try:
-        return availability.load("transformers")
-    except RuntimeError as error:
-        raise ConfigError(f"a model of transformers was asked for, and {error}: pip install -e '.[hf]'") from None
 
 
 class ModelFolder:
-    """Builder of a folder's model, with its weights (safetensors) if it has any, else with random ones.
-
-    Dropout rates are those of the flags that are given, else the model's own.
-    """
+    """Builder of a folder's model, with its weights (safetensors) or random ones, and dropout as flags or it say."""
 
     def __init__(self, folder: str, auto_class: str) -> None:
         self.folder, self.auto_class = folder, auto_class
         self._rates: dict[str, float] | None = None
 
     def prepare(self, config: Config) -> None:
-        """Settle shape and dropout rates in ``config``.
+        """Set shape, dropout rates and the kind of attention in ``config``.
 
         Raises:
-            ConfigError: config.json cannot be read, or a flag does not fit it; or there are weights, none of which is
-                safetensors: training would begin with random ones.
+            ConfigError: config.json cannot be read, or a flag does not fit it; or no weights are safetensors.
         """
-        self._require_safe_weights()
-        shape = self._shape()
-        self._settle_attention(shape, config)
-        raise_all([*_take_shape(shape, config, self.folder), *_problems_of_dropout(shape, config, self.folder)])
+        others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in Path(self.folder).glob(pattern))
+        if others and not any(Path(self.folder).glob("*.safetensors")):
+            raise ConfigError(
+                f"--model {self.folder}: its weights ({', '.join(others[:3])}) are not safetensors, and no other file"
+                " is opened, for it may run code: write the model anew with transformers' save_pretrained, or take the"
+                " file away to begin with random weights"
+            )
+        shape = configuration_of(self.folder)
+        cls = getattr(load_transformers(), self.auto_class)._model_mapping.get(type(shape), None)
+        backend = config.kernels.attention_backend
+        if ATTENTION[backend] == "sdpa" and not getattr(cls, "_supports_sdpa", True):
+            if backend != "auto":
+                raise ConfigError(
+                    f"--attention-backend {backend}: transformers' {cls.__name__} has no such attention (scores with a"
+                    " soft cap, sinks, ...): leave the flag out, or give unfused"
+                )
+            config.kernels.attention_backend = "unfused"
+        raise_all(list(_problems(shape, config, self.folder)))
         for flag in _DROPOUT:
             if not config.says("model", flag):
                 setattr(config.model, flag, _rate(shape, flag))
@@ -77,11 +75,20 @@ class ModelFolder:
         """Build the model in the run's dtype, like ``from_pretrained``: buffers and some parameters stay fp32."""
         if self._rates is None:
             self.prepare(config)
-        shape = self._shape()
+        shape = configuration_of(self.folder)
         for flag in _DROPOUT:
             rate = getattr(config.model, flag)
-            if flag in (self._rates or ()) or rate != _rate(shape, flag):  # a verification sets it to 0
-                _set_rate(shape, flag, rate)
+            if flag not in (self._rates or ()) and rate == _rate(shape, flag):  # a verification sets it to 0
+                continue
+            for holder, name, value in list(_dropout_rates(shape)):
+                is_inner = flag == "hidden_dropout" and not rate and name in _INNER_DROPOUT
+                if value == rate or not (name in _DROPOUT[flag] or is_inner):
+                    continue
+                try:
+                    setattr(holder, name, rate)
+                except Exception as error:  # of transformers' own, for a class that declares a whole number, say
+                    what = f"--{flag.replace('_', '-')} ({rate:g})"
+                    raise ConfigError(f"{what}: {type(holder).__name__} rejects it: {_in_a_line(error)}") from None
         library, attention = load_transformers(), ATTENTION[config.kernels.attention_backend]
         library.utils.logging.disable_progress_bar()  # of each rank
         cls = getattr(library, self.auto_class)
@@ -92,67 +99,34 @@ class ModelFolder:
                     dtype=dtype_of(config),
                 )  # fmt: skip
                 return loaded
-            made: nn.Module = cls.from_config(shape, attn_implementation=attention, dtype=torch.float32)
-            return made
+            random: nn.Module = cls.from_config(shape, attn_implementation=attention, dtype=torch.float32)
+            return random
         except Exception as error:  # transformers raises exception classes of its own for what it rejects
             raise ConfigError(f"--model {self.folder}: transformers refuses it: {_in_a_line(error)}") from None
 
-    def _settle_attention(self, shape: Any, config: Config) -> None:
-        """Take the plain form of attention for a class without another one.
 
-        Raises ConfigError: a kernel is asked for that it has not.
-        """
-        cls = getattr(load_transformers(), self.auto_class)._model_mapping.get(type(shape), None)
-        backend = config.kernels.attention_backend
-        if ATTENTION[backend] != "sdpa" or getattr(cls, "_supports_sdpa", True):
-            return
-        if backend != "auto":
-            raise ConfigError(
-                f"--attention-backend {backend}: transformers' {cls.__name__} has no such attention (scores with a soft"
-                " cap, sinks, ...): leave the flag out, or give unfused"
-            )
-        config.kernels.attention_backend = "unfused"
-
-    def _require_safe_weights(self) -> None:
-        if any(Path(self.folder).glob("*.safetensors")):
-            return
-        others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in Path(self.folder).glob(pattern))
-        if others:
-            raise ConfigError(
-                f"--model {self.folder}: its weights ({', '.join(others[:3])}) are not safetensors, and no other file"
-                " is opened, for it may run code: write the model anew with transformers' save_pretrained, or take the"
-                " file away to begin with random weights"
-            )
-
-    def _shape(self) -> Any:
-        return configuration_of(self.folder)
+def load_transformers() -> Any:
+    try:
+        return availability.load("transformers")
+    except RuntimeError as error:
+        raise ConfigError(f"a model of transformers was asked for, and {error}: pip install -e '.[hf]'") from None
 
 
 def configuration_of(folder: str) -> Any:
-    """Return transformers' configuration of a folder.
-
-    Raises ConfigError: transformers does not know it, or rejects an entry.
-    """
+    """Return transformers' configuration of a folder. Raises ConfigError: it does not know it, or rejects an entry."""
     library = load_transformers()
     try:
         return library.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises exception classes of its own for what it rejects
-        raise ConfigError(
-            f"--model {folder}: config.json is none of transformers' models: {_in_a_line(error)}"
-        ) from None
+        why = f"config.json is none of transformers' models: {_in_a_line(error)}"
+        raise ConfigError(f"--model {folder}: {why}") from None
 
 
 def whole_shape_of(folder: str) -> dict[str, int]:
-    """Return the shape of a folder's model, asking transformers for what its file does not name as most do.
-
-    A model without attention gets a head for each channel, so that no rule speaks of heads before the model itself is
-    looked at; ``ExternalModel`` knows that there are none.
-
-    Raises:
-        ConfigError: the file is missing or invalid.
-    """
-    found = shape_in(configuration_of(folder)) | shape_of(folder)
-    return {"num_attention_heads": found["hidden_size"]} | found if "hidden_size" in found else found
+    """Return the shape of a folder's model, asking transformers for what its file does not name as most do."""
+    shape = shape_in(configuration_of(folder)) | shape_of(folder)
+    # without attention: a head for each channel, so that no rule speaks of heads before the model itself is looked at
+    return {"num_attention_heads": shape["hidden_size"]} | shape if "hidden_size" in shape else shape
 
 
 def _in_a_line(error: Exception) -> str:
@@ -161,23 +135,8 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said[:500] or type(error).__name__
 
 
-def _take_shape(shape: Any, config: Config, folder: str) -> Iterator[str]:
-    """Take what transformers makes of a config.json, for figures; yield a message for each flag that differs.
-
-    Flags beside entries of the file have been compared with these already, and a class may count otherwise than its
-    file: one entry for pairs of layers, for instance.
-    """
-    stored = shape_of(folder)
-    for field, value in shape_in(shape).items():
-        given = getattr(config.model, field)
-        if field not in stored and config.says("model", field) and given != value:
-            flag = f"--{field.replace('_', '-')}"
-            yield f"{flag} ({given}): {type(shape).__name__} of {folder} has {value}: leave the flag out"
-        setattr(config.model, field, value)
-
-
-def _entries(shape: Any) -> Iterator[tuple[Any, str, float]]:
-    # yield the dropout rates of a configuration and of its parts: (holder, name, value)
+def _dropout_rates(shape: Any) -> Iterator[tuple[Any, str, float]]:
+    # (holder, name, value) in a configuration and its parts
     for holder in (shape, *(part for name in shape.sub_configs if (part := getattr(shape, name, None)) is not None)):
         for name, value in vars(holder).items():
             is_rate = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -186,31 +145,28 @@ def _entries(shape: Any) -> Iterator[tuple[Any, str, float]]:
 
 
 def _rate(shape: Any, flag: str) -> float:
-    return max((value for _, name, value in _entries(shape) if name in _DROPOUT[flag]), default=0.0)
+    return max((value for _, name, value in _dropout_rates(shape) if name in _DROPOUT[flag]), default=0.0)
 
 
-def _set_rate(shape: Any, flag: str, rate: float) -> None:
-    for holder, name, value in list(_entries(shape)):
-        if value != rate and (
-            name in _DROPOUT[flag] or (flag == "hidden_dropout" and not rate and name in _INNER_DROPOUT)
-        ):
-            try:
-                setattr(holder, name, rate)
-            except Exception as error:  # of transformers' own, for a class that declares a whole number, say
-                raise ConfigError(
-                    f"--{flag.replace('_', '-')} ({rate:g}): {type(holder).__name__} rejects it: {_in_a_line(error)}"
-                ) from None
-
-
-def _problems_of_dropout(shape: Any, config: Config, folder: str) -> Iterator[str]:
-    names = {name for _, name, _ in _entries(shape)}
+def _problems(shape: Any, config: Config, folder: str) -> Iterator[str]:
+    """Take the shape that transformers makes of a config.json; yield a message for each flag that does not fit it."""
+    # flags beside entries of the file have been compared already, and a class may count otherwise than its file: one
+    # entry for pairs of layers
+    stored, model = shape_of(folder), config.model
+    for field, value in shape_in(shape).items():
+        given = getattr(model, field)
+        if field not in stored and config.says("model", field) and given != value:
+            flag = f"--{field.replace('_', '-')}"
+            yield f"{flag} ({given}): {type(shape).__name__} of {folder} has {value}: leave the flag out"
+        setattr(model, field, value)
+    names = {name for _, name, _ in _dropout_rates(shape)}
     for flag, own in _DROPOUT.items():
-        rate = getattr(config.model, flag)
+        rate = getattr(model, flag)
         if config.says("model", flag) and rate and names.isdisjoint(own):
             whose = f"{type(shape).__name__} ({folder})"
             yield f"--{flag.replace('_', '-')} ({rate:g}): {whose} has no such dropout: leave the flag out"
     known = {*_INNER_DROPOUT, *(name for own in _DROPOUT.values() for name in own)}
-    for _, name, value in _entries(shape):
-        if value and name not in known:
-            what = f"{folder}/config.json: {name} ({value:g})"
+    for _, name, rate in _dropout_rates(shape):
+        if rate and name not in known:
+            what = f"{folder}/config.json: {name} ({rate:g})"
             yield f"{what} is a dropout that no flag here means: set it to 0 there to train without it"

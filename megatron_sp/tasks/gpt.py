@@ -40,7 +40,7 @@ def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | No
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
-    """Return the divisor of the sum of token losses: the number of tokens in the loss mask."""
+    # the divisor of the sum of token losses
     return [batch["loss_mask"].sum(dtype=torch.float64)]
 
 
