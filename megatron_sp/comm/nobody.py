@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_sp.comm import collectives, groups, object_collectives
 
@@ -60,6 +59,8 @@ def join_nobody(
     ``tell`` is called with each collective: operation, group, operand, and the bytes that this rank sends; it returns
     what to call when the collective is waited for.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     undo.callback(dist.destroy_process_group)
     count_collectives(undo, backend, tell)
@@ -68,7 +69,7 @@ def join_nobody(
 def count_collectives(
     undo: ExitStack, backend: str, tell: Callable[[str, Any, Tensor, int], Callable[[], None]]
 ) -> None:
-    """Let all collectives do nothing but ``tell`` (see ``join_nobody``), until ``undo`` is closed; groups need only size and rank."""
+    """Let collectives do nothing but ``tell`` (see ``join_nobody``) until ``undo`` is closed; groups need size and rank only."""
 
     def sent(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
         return Work(op == "send", tell(op, group, x, num_bytes))

@@ -169,8 +169,9 @@ class _Step(TorchFunctionMode):
             try:
                 with saved_tensors_hooks(self._save, lambda t: t):
                     outputs = self.model(**batch)
+                self._is_inside = True  # what it weighs large results with is without contents, too
                 loss = default_loss(outputs)
-                self._is_backward = True
+                self._is_inside, self._is_backward = False, True
                 # backward() of a tensor would recompute outside of this mode
                 torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
                 self._exchange = None
