@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from megatron_sp import __version__
@@ -18,14 +17,6 @@ from megatron_sp.report import sections
 from megatron_sp.report.charts import axis_map, charts, figure
 from megatron_sp.report.reading import RunFiles, read_run
 from megatron_sp.report.run_history import SMOOTHED_FROM, accuracies, are_equal, number, starts_after_interruptions
-from megatron_sp.report.sections import (
-    classification_section,
-    configuration_section,
-    exchanges_section,
-    experts_section,
-    numerics_section,
-    prediction_section,
-)
 from megatron_sp.report.time_section import time_section
 from megatron_sp.report.time_use import time_line, totals
 from megatron_sp.utils import markup
@@ -34,10 +25,10 @@ from megatron_sp.utils.format import format_duration, format_parameters, show
 from megatron_sp.utils.markup import Html, join, table, tag
 from megatron_sp.utils.output_file import write_output
 
-# -------------------------------------------------------------------------------------------------- the top of the page
-
-
 SILENT_S = 120.0  # after which a run that says it is running is not believed
+SIGNS = {"good": "✓", "busy": "●", "warn": "◆", "bad": "✕"}
+_HERE = Path(__file__).parent
+_NO_SCRIPTS = "The charts are drawn by the page's own script, which does not run here; the tables hold their values."
 
 
 @dataclass(frozen=True)
@@ -49,11 +40,8 @@ class State:
     why: str
 
 
-SIGNS = {"good": "✓", "busy": "●", "warn": "◆", "bad": "✕"}
-
-
 def state_of(run: RunFiles, now: float) -> State:
-    # the state of the run at the time ``now``
+    """Return the state of the run at the time ``now`` (seconds since the epoch)."""
     status, message = run.status.get("status"), str(run.status.get("message") or "")
     code = run.status.get("exit_code")
     if status == "done":
@@ -63,25 +51,14 @@ def state_of(run: RunFiles, now: float) -> State:
     if status == "failed":
         return State("failed", "bad", f"exit code {code}: {message}" if message else f"exit code {code}")
     if status != "running":
-        return State(
-            "unknown",
-            "warn",
-            "there is no run_status.json" if not run.status else "run_status.json names no known state",
-        )
-    signs = [
-        number(run.lock.get("heartbeat")),
-        *(number(r.get("time")) for r in run.records[-1:]),
-        number(run.status.get("time")),
-    ]
-    silent = now - max((s for s in signs if math.isfinite(s)), default=-math.inf)
+        why = "there is no run_status.json" if not run.status else "run_status.json names no known state"
+        return State("unknown", "warn", why)
+    signs = [run.lock.get("heartbeat"), *(r.get("time") for r in run.records[-1:]), run.status.get("time")]
+    silent = now - max((s for s in map(number, signs) if math.isfinite(s)), default=-math.inf)
     if silent > SILENT_S:
         since = f" for {format_duration(silent)}" if math.isfinite(silent) else ""
-        return State(
-            "lost",
-            "bad",
-            f"run_status.json says that it is running, but there was no sign of life{since}: killed, or its host went"
-            " down",
-        )
+        why = f"run_status.json says that it is running, but there was no sign of life{since}"
+        return State("lost", "bad", f"{why}: killed, or its host went down")
     return State("running", "busy", f"last sign of life {format_duration(silent)} before this page was made")
 
 
@@ -105,53 +82,30 @@ class Figures:
 
 def figures(run: RunFiles) -> Figures:
     """Compute the key figures from the records."""
-    train, valid = run.train, list(run.history.valid.values())
-    tries = run.attempts
-    last = train[-1] if train else {}
+    valid, last = list(run.history.valid.values()), run.train[-1] if run.train else {}
     losses = [(number(r.get("loss")), r["step"]) for r in valid]
     best, best_step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
     named = [run.status.get("train_iters"), *(s.get("train_iters") for s in run.of_kind("start")[-1:])]
     memory = [number(r.get("memory_bytes")) for r in run.of_kind("train")]
-    sums = totals(time_line(tries))
+    medians = []
+    for name in ("tokens_per_s", "mfu"):
+        values = [v for r in run.train if math.isfinite(v := number(r.get(name)))]
+        medians.append(statistics.median(values) if values else math.nan)
+    sums = totals(time_line(run.attempts))
     whole = sum(sums.values())  # since the first launch; "steps" are those that were kept
     return Figures(
         step=max([0, *(r["step"] for r in run.records[-1:]), *run.history.train]),
         train_iters=next((n for n in map(number, named) if math.isfinite(n)), math.nan),
         tokens=number(last.get("consumed_tokens")), loss=number(last.get("loss")), best=best, best_step=best_step,
-        tokens_per_s=_median(run, "tokens_per_s"), mfu=_median(run, "mfu"),
+        tokens_per_s=medians[0], mfu=medians[1],
         memory=max((m for m in memory if math.isfinite(m)), default=math.nan),
         interruptions=len(starts_after_interruptions(run.records)), skipped=number(last.get("skipped_steps")),
         useful=sums["steps"] / whole if whole > 0 else math.nan,
     )  # fmt: skip
 
 
-def _median(run: RunFiles, field: str) -> float:
-    values = [v for r in run.train if math.isfinite(v := number(r.get(field)))]
-    return statistics.median(values) if values else math.nan
-
-
 def header(run: RunFiles, others: Sequence[RunFiles], now: float) -> Html:
     """Return the header: name, state and a one-line description of the run."""
-    state = state_of(run, now)
-    names = ", ".join(other.name for other in others)
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
-    return tag(
-        "header",
-        tag("p", "run report", class_="kicker"),
-        tag("h1", run.name, pill(state)),
-        tag("p", " · ".join(_in_words(run)) or "no record yet", class_="lead"),
-        tag("p", f"{run.folder}", " · compared with " + names if others else "", f" · made {made}", class_="quiet"),
-    )
-
-
-def pill(state: State) -> Html:
-    return tag(
-        "span", tag("span", SIGNS[state.look], aria_hidden="true"), " ", state.word, class_=f"pill {state.look}",
-        title=state.why or None,
-    )  # fmt: skip
-
-
-def _in_words(run: RunFiles) -> list[str]:
     start = next(reversed(run.of_kind("start")), {})
     layout, config = run.environment.get("layout"), run.config
     words = []
@@ -169,32 +123,52 @@ def _in_words(run: RunFiles) -> list[str]:
         words.append(f"ZeRO {config['parallel']['zero_stage']}")
     if isinstance(device := run.environment.get("device"), str):
         words.append(device)
-    return words
+    names = ", ".join(other.name for other in others)
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    return tag(
+        "header",
+        tag("p", "run report", class_="kicker"),
+        tag("h1", run.name, pill(state_of(run, now))),
+        tag("p", " · ".join(words) or "no record yet", class_="lead"),
+        tag("p", f"{run.folder}", " · compared with " + names if others else "", f" · made {date}", class_="quiet"),
+    )
+
+
+def pill(state: State) -> Html:
+    sign = tag("span", SIGNS[state.look], aria_hidden="true")
+    return tag("span", sign, " ", state.word, class_=f"pill {state.look}", title=state.why or None)
 
 
 def tiles(run: RunFiles, now: float) -> Html:
-    """Return the tiles with the key figures."""
     f, state = figures(run), state_of(run, now)
     of_all = f" of {f.train_iters:,.0f}" if math.isfinite(f.train_iters) else ""
     share = f.step / f.train_iters if f.train_iters > 0 else math.nan
-    twice = len(run.repeated)
-    equal = sum(are_equal(taken) for taken in run.repeated.values())
+    twice, equal = len(run.repeated), sum(are_equal(taken) for taken in run.repeated.values())
     again = "no logged step was repeated"
     if twice:
         again = f"{twice} logged steps repeated, {'all' if equal == twice else equal} bit-identical"
-    skipped = "warn" if f.skipped > 0 else ""
+    about_best = "no validation yet"
+    if math.isfinite(f.best):
+        has_perplexity = "perplexity" in run.history.valid[f.best_step]
+        perplexity = f"perplexity {math.exp(min(f.best, 700)):.4g}, " if has_perplexity else ""
+        about_best = f"{perplexity}at step {f.best_step:,}"
     rows = [
         ("State", f"{SIGNS[state.look]} {state.word}", state.why or "finished normally", state.look),
         ("Steps", f"{f.step:,}", f"{show(share, 'percent')}{of_all}" if of_all else "", ""),
         ("Tokens", show(f.tokens, "si"), f"{show(f.tokens, 'count')} consumed" if math.isfinite(f.tokens) else "", ""),
-        ("Best validation loss", show(f.best, "loss"), _about_best(run, f), ""),
+        ("Best validation loss", show(f.best, "loss"), about_best, ""),
         *_accuracy_tiles(run),
         ("Throughput", f"{show(f.tokens_per_s, 'si')}", "tokens/s, median of the logged steps", ""),
         ("MFU", show(f.mfu, "percent"), "median; causal attention counted once", ""),
         ("Peak memory", show(f.memory, "bytes"), "of rank 0", ""),
         ("Interruptions", f"{f.interruptions}", again, "bad" if equal < twice else ""),
         ("Useful time", show(f.useful, "percent"), "spent in steps that were kept", ""),
-        ("Skipped steps", show(f.skipped, "count"), "gradients not finite, weights unchanged", skipped),
+        (
+            "Skipped steps",
+            show(f.skipped, "count"),
+            "gradients not finite, weights unchanged",
+            "warn" if f.skipped > 0 else "",
+        ),
     ]
     tiles = []
     for *texts, look in rows:
@@ -215,14 +189,6 @@ def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
         about = f"of {show(number(last.get('examples')), 'count')} examples; F1 {show(number(last.get('f1')), 'plain')}"
         tiles.append(("Classification accuracy", show(number(last.get("accuracy")), "percent"), about, ""))
     return tiles
-
-
-def _about_best(run: RunFiles, f: Figures) -> str:
-    if not math.isfinite(f.best):
-        return "no validation yet"
-    has_perplexity = "perplexity" in run.history.valid[f.best_step]
-    perplexity = f"perplexity {math.exp(min(f.best, 700)):.4g}, " if has_perplexity else ""
-    return f"{perplexity}at step {f.best_step:,}"
 
 
 def comparison(runs: Sequence[RunFiles], now: float) -> Html:
@@ -246,26 +212,10 @@ def comparison(runs: Sequence[RunFiles], now: float) -> Html:
     return table(head, rows, numeric=range(2, 11))
 
 
-# ------------------------------------------------------------------------------------------------------------- the page
-
-
-_HERE = Path(__file__).parent
-_WITHOUT_SCRIPTS = tag(
-    "noscript",
-    tag(
-        "p",
-        "The charts are drawn by the page's own script, which does not run here; the tables hold their values.",
-        class_="quiet",
-    ),
-)
-
-
 def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
     """Read the runs and write the page about the first of them, compared with the others.
 
-    Raises:
-        DataError: a folder does not exist.
-        DiskError: the page cannot be written.
+    Raises DataError: a folder does not exist; DiskError: the page cannot be written.
     """
     runs = [read_run(path) for path in paths]
     name_apart(runs)
@@ -288,38 +238,19 @@ def name_apart(runs: Sequence[RunFiles]) -> None:
 
 
 def page(runs: Sequence[RunFiles], now: float) -> Html:
-    """Return the page about ``runs[0]``.
-
-    Args:
-        runs: that run, then those it is compared with.
-        now: seconds since the epoch, to decide whether the run is still alive.
-    """
-    run, drawn = runs[0], charts(runs)
-    several = len(runs) > 1
+    """Return the page about the first run, compared with the others; ``now`` decides whether it is still alive."""
+    run, drawn, several = runs[0], charts(runs), len(runs) > 1
     resumed = [(step, index) for index, each in enumerate(runs) for step in each.history.resumed]
+    compared = tag("div", comparison(runs, now), class_="card") if several else None
+    frames = tag("div", [figure(c, several=several) for c in drawn], class_="charts")
+    without_scripts = tag("noscript", tag("p", _NO_SCRIPTS, class_="quiet"))
     parts = [
-        sections.section(
-            "overview",
-            "Overview",
-            tiles(run, now),
-            tag("div", comparison(runs, now), class_="card") if several else None,
-        ),
-        sections.section(
-            "curves",
-            "Curves",
-            _controls(),
-            _WITHOUT_SCRIPTS,
-            tag("div", [figure(c, several=several) for c in drawn], class_="charts"),
-        ),
-        classification_section(runs),
-        experts_section(run),
-        numerics_section(run),
-        time_section(run),
-        prediction_section(run),
-        exchanges_section(run),
-        sections.environment_section(runs),
-        configuration_section(runs),
-    ]
+        sections.section("overview", "Overview", tiles(run, now), compared),
+        sections.section("curves", "Curves", _controls(), without_scripts, frames),
+        sections.classification_section(runs), sections.experts_section(run), sections.numerics_section(run),
+        time_section(run), sections.prediction_section(run), sections.exchanges_section(run),
+        sections.environment_section(runs), sections.configuration_section(runs),
+    ]  # fmt: skip
     present = [part for part in parts if part is not None]
     data = {
         "charts": [c.to_json() for c in drawn], "resumed": resumed, "axes": [axis_map(each) for each in runs],
@@ -337,21 +268,15 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
         tag("footer", tag("p", words, f"Made by megatron_sp {__version__}.", class_="quiet")),
     )
     # what needs no document, and what does, in one scope of their own
-    script = '"use strict";\n(() => {\n' + _asset("scales.js") + _asset("page.js") + "})();\n"
-    return markup.page(f"{run.name}: run report", _asset("page.css"), body, [script], data=data)
-
-
-@cache
-def _asset(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
+    style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "scales.js", "page.js"))
+    script = '"use strict";\n(() => {\n' + "".join(scripts) + "})();\n"
+    return markup.page(f"{run.name}: run report", style, body, [script], data=data)
 
 
 def _controls() -> Html:
     # the controls of the charts, which are shown only if scripts run
-    axes = [
-        tag("option", words, value=value)
-        for value, words in (("step", "steps"), ("tokens", "tokens"), ("time", "training time"))
-    ]
+    choices = (("step", "steps"), ("tokens", "tokens"), ("time", "training time"))
+    axes = [tag("option", words, value=value) for value, words in choices]
     slider = tag("input", type="range", id="smoothing", min="0", max="10", step="1", value="1")
     return tag(
         "div",

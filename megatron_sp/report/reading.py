@@ -1,8 +1,4 @@
-"""Reader of all files in a run folder.
-
-Missing files are omitted, damaged ones with a note: a page about half a run is still useful. Only a missing folder is
-an error.
-"""
+"""Reader of all files in a run folder: missing ones are omitted, damaged ones with a note."""
 
 from __future__ import annotations
 
@@ -30,10 +26,8 @@ class RunFiles:
 
     name: str  # short name for legends
     folder: Path
-    # records of metrics.jsonl, in the order in which they were written
-    records: list[Record] = field(default_factory=list)
-    # the curves, without records that a resume has undone
-    history: History = field(default_factory=lambda: History(""))
+    records: list[Record] = field(default_factory=list)  # of metrics.jsonl, in the order of writing
+    history: History = field(default_factory=lambda: History(""))  # without records that a resume has undone
     status: Record = field(default_factory=dict)  # run_status.json
     state: Record = field(default_factory=dict)  # state.json of the newest checkpoint
     # LOCK, the job that writes to the folder, with ``heartbeat``: the time of its last sign of life
@@ -43,32 +37,28 @@ class RunFiles:
     notes: list[str] = field(default_factory=list)  # notes on what was omitted
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """Attempts of the run: one for each start of the program."""
         return attempts(self.records)
 
     @cached_property
     def train(self) -> list[Record]:
-        """Records of logged steps in order, without those that a resume has undone."""
         return list(self.history.train.values())
 
     @cached_property
     def repeated(self) -> dict[int, list[Record]]:
-        """Records of the logged steps that were taken more than once, by step."""
         return repetitions(self.records)
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
-        """Configuration of the last start, else of the newest checkpoint; empty if there is neither."""
+        """Configuration of the last start, else of the newest checkpoint, else empty."""
         return next((c for start in reversed(self.of_kind("start")) if (c := config_of(start))), config_of(self.state))
 
     @property
     def environment(self) -> Record:
-        """Environment of the last start that recorded it; else versions and layout from the newest checkpoint."""
+        """Environment of the last start that recorded it, else versions and layout of the newest checkpoint."""
         for start in reversed(self.of_kind("start")):
             if isinstance(start.get("environment"), dict):
                 return start["environment"]  # type: ignore[no-any-return]
@@ -77,39 +67,38 @@ class RunFiles:
 
 def read_run(path: Path) -> RunFiles:
     """Read a run's folder. Raises DataError: the folder does not exist."""
+    if path.exists() and not path.is_dir():
+        raise DataError(f"{path} is a file: give the folder of a run (it holds metrics.jsonl and run_status.json)")
     if not path.is_dir():
-        raise DataError(_absent(path))
+        parent, way_out = path.absolute().parent, "give the folder of a run (what --save named)"
+        try:
+            names = sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+        except OSError:
+            raise DataError(f"{path}: no such folder, nor {parent}: {way_out}") from None
+        near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:6]
+        there = f"; {parent} holds {', '.join(near)}" if near else ""
+        raise DataError(f"{path}: no such folder: {way_out}{there}")
     run = RunFiles(path.resolve().name or str(path), path)
     if (path / "metrics.jsonl").exists():
         run.records, run.notes = read_records(path)
     run.history.name = run.name
     replay(run.history, run.records)
-    for name in ("status", "lock", "overlap"):
-        file = path / {"status": "run_status.json", "lock": "LOCK", "overlap": "overlap-trace.json"}[name]
-        setattr(run, name, _json(file, run.notes))
+    run.status, run.lock = (_json(path / name, run.notes) for name in ("run_status.json", "LOCK"))
+    trace = _json(path / "overlap-trace.json", run.notes).get("otherData")
     if run.lock:
         with contextlib.suppress(OSError):  # it may just have been given back
             run.lock["heartbeat"] = (path / "LOCK").stat().st_mtime
-    run.overlap = _rows_of(run.overlap)
-    run.state = _newest_state(path, run.notes)
+    if isinstance(trace, dict) and isinstance(trace.get("rows"), list):
+        rows = [row for row in trace["rows"] if isinstance(row, dict) and isinstance(row.get("axis"), str)]
+        run.overlap = {"step_seconds": number(trace.get("step_seconds")), "rows": rows} if rows else {}
+    states = [p for p in (path / "checkpoints").glob("step-*/state.json") if p.parent.name[5:].isdigit()]
+    if states:
+        run.state = _json(max(states, key=lambda p: int(p.parent.name[5:])), run.notes)
     for file in sorted(path.glob("nonfinite-step-*.json")):
         record = _json(file, run.notes)
         if type(record.get("step")) is int:
             run.bad_steps[record["step"]] = record
     return run
-
-
-def _absent(path: Path) -> str:
-    if path.exists():
-        return f"{path} is a file: give the folder of a run (it holds metrics.jsonl and run_status.json)"
-    parent = path.absolute().parent
-    try:
-        names = sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
-    except OSError:
-        return f"{path}: no such folder, nor {parent}: give the folder of a run (what --save named)"
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:6]
-    there = f"; {parent} holds {', '.join(near)}" if near else ""
-    return f"{path}: no such folder: give the folder of a run (what --save named){there}"
 
 
 def _json(path: Path, notes: list[str]) -> Record:
@@ -125,19 +114,6 @@ def _json(path: Path, notes: list[str]) -> Record:
         notes.append(f"{path} cannot be used ({error}) and is left out")
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _rows_of(trace: Record) -> Record:
-    about = trace.get("otherData")
-    if not isinstance(about, dict) or not isinstance(about.get("rows"), list):
-        return {}
-    rows = [row for row in about["rows"] if isinstance(row, dict) and isinstance(row.get("axis"), str)]
-    return {"step_seconds": number(about.get("step_seconds")), "rows": rows} if rows else {}
-
-
-def _newest_state(folder: Path, notes: list[str]) -> Record:
-    steps = [p for p in (folder / "checkpoints").glob("step-*/state.json") if p.parent.name[5:].isdigit()]
-    return _json(max(steps, key=lambda p: int(p.parent.name[5:])), notes) if steps else {}
 
 
 def config_of(record: Record) -> dict[str, dict[str, Any]]:

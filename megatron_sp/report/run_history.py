@@ -1,4 +1,4 @@
-"""History of a run from the records in ``metrics.jsonl``: its final curves, and the steps that resumes have undone."""
+"""Final curves of a run from its metrics.jsonl, and the steps that resumes have undone."""
 
 from __future__ import annotations
 
@@ -18,48 +18,38 @@ SMOOTHED_FROM = 150  # points from which a running mean is drawn over the single
 
 @dataclass
 class History:
-    """Final records of a run, without those that a resume has undone.
-
-    Attributes:
-        train, valid: step -> record, in the order of steps; each with ``minutes`` of training so far.
-        resumed: steps at which a later process resumed.
-        undone: for each resume that has undone steps, their training records, in the order in which they were written.
-        notes: notes on lines of the file that were omitted.
-    """
+    """Final records of a run."""
 
     name: str
+    # step -> record, in the order of steps; each with ``minutes`` of training so far
     train: dict[int, Record] = field(default_factory=dict)
     valid: dict[int, Record] = field(default_factory=dict)
-    resumed: list[int] = field(default_factory=list)
-    undone: list[list[Record]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)  # steps at which a later process resumed
+    undone: list[list[Record]] = field(default_factory=list)  # training records that each resume has undone, as written
+    notes: list[str] = field(default_factory=list)  # on lines of the file that were omitted
 
     def x_of(self, record: Record, axis: str) -> float:
-        """Return the position of a record on an axis (step, tokens, time); NaN if it is not known."""
-        if axis == "time":
-            return float(record["minutes"])
-        return float(record["step"]) if axis == "step" else self._tokens_at(record)
-
-    def _tokens_at(self, record: Record) -> float:
+        """Return a record's position on an axis, or NaN."""
+        if axis in ("time", "step"):
+            return float(record["minutes" if axis == "time" else "step"])
         if "consumed_tokens" in record:
             return number(record["consumed_tokens"])
         # validation records have the step alone: take the training record's, or a share of the nearest one's
-        at = self.train.get(record["step"]) or min(
-            self.train.values(), key=lambda r: abs(r["step"] - record["step"]), default=None
-        )
-        if at is None or not at["step"]:
-            return 0.0 if not record["step"] else math.nan
-        return number(at.get("consumed_tokens")) * record["step"] / at["step"]
+        step = record["step"]
+        near = self.train.get(step) or min(self.train.values(), key=lambda r: abs(r["step"] - step), default=None)
+        if near is None or not near["step"]:
+            return 0.0 if not step else math.nan
+        return number(near.get("consumed_tokens")) * step / near["step"]
 
     def series(self, kind: str, key: str, axis: str = "step") -> tuple[list[float], list[float]]:
-        """Return x and y of one curve; missing values, and those that are not numbers, are NaN and leave a gap."""
+        """Return x and y of one curve; NaN is a gap."""
         records = list((self.train if kind == "train" else self.valid).values())
         x = [float(r["step"]) for r in records] if axis == "step" else [self.x_of(r, axis) for r in records]
         return x, [value if type(value := r.get(key)) is float else number(value) for r in records]
 
 
 def number(value: Any) -> float:
-    """Convert a JSON value to a float, also the strings "nan" and "inf"; NaN for anything else."""
+    """Convert a JSON value to a float, or NaN."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -67,11 +57,7 @@ def number(value: Any) -> float:
 
 
 def read_history(path: Path) -> History:
-    """Read a run folder, or its metrics.jsonl.
-
-    Raises:
-        DataError: the file does not exist, or has no training or validation record.
-    """
+    """Read a run folder or its metrics.jsonl. Raises DataError: it holds no curve yet."""
     records, notes = read_records(path)
     history = History((path if path.is_dir() else path.absolute().parent).resolve().name, notes=notes)
     replay(history, records)
@@ -81,7 +67,7 @@ def read_history(path: Path) -> History:
 
 
 def replay(history: History, records: Iterable[Record]) -> None:
-    """Add the records in the order in which they were written, setting aside those that a resume has undone."""
+    """Add records, setting aside what a resume has undone."""
     minutes, previous = 0.0, None
     for record in records:
         kind, step, now = record["kind"], record["step"], number(record.get("time"))
@@ -91,7 +77,12 @@ def replay(history: History, records: Iterable[Record]) -> None:
         previous = now if math.isfinite(now) else previous
         record["minutes"] = minutes
         if kind == "start":
-            _resume(history, step)
+            if history.train or history.valid:
+                history.resumed = [s for s in history.resumed if s < step] + [step]
+            if undone := [r for s, r in history.train.items() if s > step]:
+                history.undone.append(undone)
+            history.train = {s: r for s, r in history.train.items() if s <= step}
+            history.valid = {s: r for s, r in history.valid.items() if s <= step}
         elif kind in ("train", "valid"):
             curve = history.train if kind == "train" else history.valid
             curve.pop(step, None)
@@ -100,7 +91,7 @@ def replay(history: History, records: Iterable[Record]) -> None:
 
 
 def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
-    """Return the starts that followed an interruption, not those after the end of the run or that make it longer."""
+    """Return the starts that followed an interruption."""
     starts: list[Record] = []
     end, reached = -math.inf, 0
     for record in records:
@@ -115,18 +106,8 @@ def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
     return starts
 
 
-def _resume(history: History, step: int) -> None:
-    if history.train or history.valid:
-        history.resumed = [s for s in history.resumed if s < step] + [step]
-    undone = [r for s, r in history.train.items() if s > step]
-    if undone:
-        history.undone.append(undone)
-    history.train = {s: r for s, r in history.train.items() if s <= step}
-    history.valid = {s: r for s, r in history.valid.items() if s <= step}
-
-
 def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
-    """Return the running mean over ``share`` of the points to either side; near the ends over fewer, without bias."""
+    """Return running means over ``share`` of the points to either side."""
     reach, count = max(1, round(share * len(values))), len(values)
     finite = [(v, 1) if math.isfinite(v) else (0.0, 0) for v in values]
     sums = list(itertools.accumulate((v for v, _ in finite), initial=0.0))
@@ -141,7 +122,7 @@ def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
 
 
 def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
-    """Return the logged training steps that were taken more than once, each with its records in order."""
+    """Return the records of repeated training steps, by step."""
     seen: dict[int, list[Record]] = {}
     for record in records:
         if record.get("kind") == "train":
@@ -150,12 +131,11 @@ def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
 
 
 def are_equal(taken: Iterable[Record]) -> bool:
-    """Return whether all records of a step have the same loss, gradient norm and samples, to the last bit."""
-    return (
-        len({tuple(str(record.get(k)) for k in ("loss_hex", "grad_norm_hex", "samples_sha")) for record in taken}) == 1
-    )
+    """Return whether the records of a step are bit-identical."""
+    names = ("loss_hex", "grad_norm_hex", "samples_sha")
+    return len({tuple(str(record.get(name)) for name in names) for record in taken}) == 1
 
 
 def accuracies(record: Record) -> list[str]:
-    """Return the names of the accuracies in a validation record, in its order."""
+    """Return the names of accuracies."""
     return [name for name in record if name.endswith("accuracy")]

@@ -27,45 +27,30 @@ def time_section(run: RunFiles) -> Section | None:
     spans = time_line(tries)
     if not spans:
         return None
-    return section("time", "Time", _time_card(run, tries), _attempts_card(tries) if len(tries) > 1 else None,
-                   tag("div", _slow_card(tries), _repeated_card(run), class_="pair"))  # fmt: skip
-
-
-def _time_card(run: RunFiles, tries: Sequence[Attempt]) -> Html:
-    spans = time_line(tries)
     sums = {kind: seconds for kind, seconds in totals(spans).items() if seconds > 0}
-    whole = sum(sums.values())
-    begin, end = spans[0].begin, spans[-1].end
-    parts = [
-        (f"k-{s.kind}", s.seconds, f"{WORDS[s.kind]}, {format_duration(s.seconds)}, to step {s.step:,}")
-        for s in merged(spans)
-    ]
-    line = bar(parts, end - begin, "timeline of the run")
-    shares = bar(
-        [(f"k-{k}", v, f"{WORDS[k]}: {format_duration(v)}") for k, v in sums.items()], whole, "shares of the time"
-    )
-    rows = [
-        [join(tag("span", class_=f"key k-{k}"), WORDS[k]), show(v, "seconds"), show(v / whole, "percent")]
-        for k, v in sums.items()
-    ]
-    return card(
-        "Where the time went",
-        line, tag("p", tag("span", _clock(begin)), tag("span", _clock(end)), class_="ends quiet"),
-        shares, table(["", "time", "share"], rows, numeric=(1, 2)),
-        _spread("saves", run.of_kind("save")), _spread("validations", run.of_kind("valid")),
+    whole, begin, end = sum(sums.values()), spans[0].begin, spans[-1].end
+    parts, shares, rows = [], [], []
+    for s in merged(spans):
+        parts.append((f"k-{s.kind}", s.seconds, f"{WORDS[s.kind]}, {format_duration(s.seconds)}, to step {s.step:,}"))
+    for kind, seconds in sums.items():
+        shares.append((f"k-{kind}", seconds, f"{WORDS[kind]}: {format_duration(seconds)}"))
+        name = join(tag("span", class_=f"key k-{kind}"), WORDS[kind])
+        rows.append([name, show(seconds, "seconds"), show(seconds / whole, "percent")])
+    notes = []
+    for what, records in (("saves", run.of_kind("save")), ("validations", run.of_kind("valid"))):
+        took = sorted(seconds for r in records if math.isfinite(seconds := number(r.get("seconds"))))
+        if took:
+            failed = sum(r.get("saved") is False for r in records)
+            words = f"median {show(took[len(took) // 2], 'seconds')}, longest {show(took[-1], 'seconds')}"
+            words = f"{len(records):,} {what}: {words}{f'; {failed} could not be written' if failed else ''}"
+            notes.append(tag("p", words, class_="bad-text" if failed else "quiet"))
+    where = card(
+        "Where the time went", bar(parts, end - begin, "timeline of the run"),
+        tag("p", tag("span", _clock(begin)), tag("span", _clock(end)), class_="ends quiet"),
+        bar(shares, whole, "shares of the time"), table(["", "time", "share"], rows, numeric=(1, 2)), *notes,
     )  # fmt: skip
-
-
-def _spread(what: str, records: Sequence[Record]) -> Html | None:
-    seconds = [s for r in records if math.isfinite(s := number(r.get("seconds")))]
-    failed = sum(r.get("saved") is False for r in records)
-    if not seconds:
-        return None
-    middle = sorted(seconds)[len(seconds) // 2]
-    words = f"{len(records):,} {what}: median {show(middle, 'seconds')}, longest {show(max(seconds), 'seconds')}"
-    return tag(
-        "p", words, f"; {failed} could not be written" if failed else "", class_="bad-text" if failed else "quiet"
-    )
+    pair = tag("div", _slow_card(tries), _repeated_card(run), class_="pair")
+    return section("time", "Time", where, _attempts_card(tries) if len(tries) > 1 else None, pair)
 
 
 def _clock(seconds: float) -> str:
@@ -97,27 +82,18 @@ def _attempts_card(tries: Sequence[Attempt]) -> Html:
 
 
 def _changes(old: Record, new: Record) -> str:
-    pairs = {**_flat(config_of(old), config_of(new)), **_flat(_about(old), _about(new))}
-    return ", ".join(f"{name}: {text(a)} → {text(b)}" for name, (a, b) in pairs.items()) or "nothing"
-
-
-def _about(start: Record) -> dict[str, dict[str, Any]]:
-    environment = start.get("environment")
-    environment = environment if isinstance(environment, dict) else {}
-    return {
-        "": {k: v for k, v in environment.items() if not isinstance(v, dict)},
-        **{k: v for k, v in environment.items() if isinstance(v, dict)},
-    }
-
-
-def _flat(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    if not old or not new:
-        return {}
+    # entries of configuration and environment that differ between two starts
+    groups = [(config_of(old), config_of(new))]
+    environments = [e if isinstance(e := start.get("environment"), dict) else {} for start in (old, new)]
+    before, after = ({"": {k: v for k, v in e.items() if not isinstance(v, dict)}, **e} for e in environments)
+    groups.append((before, after))
     changes: dict[str, tuple[Any, Any]] = {}
-    for group in dict.fromkeys([*old, *new]):
-        a, b = old.get(group, {}), new.get(group, {})
-        changes |= {str(key): (a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
-    return changes
+    for before, after in groups:
+        for name in dict.fromkeys([*before, *after]) if before and after else ():
+            a, b = (group if isinstance(group := of.get(name), dict) else {} for of in (before, after))
+            differing = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
+            changes |= {str(key): (a.get(key), b.get(key)) for key in differing}
+    return ", ".join(f"{name}: {text(a)} → {text(b)}" for name, (a, b) in changes.items()) or "nothing"
 
 
 def _slow_card(tries: Sequence[Attempt]) -> Html:
@@ -131,12 +107,8 @@ def _slow_card(tries: Sequence[Attempt]) -> Html:
     few, more = shortened(rows, "slow intervals")
     lost = f"{show(sum(s.lost_s for s in slow), 'seconds')} lost in total"
     lead = quiet(f"{len(slow):,} logged intervals took more than {SLOW:g} times the median of those before: {lost}.")
-    return card(
-        "Slow steps",
-        lead,
-        table(["step", "attempt", "time per step", "of the usual", "lost", ""], few, numeric=range(5)),
-        more,
-    )
+    head = ["step", "attempt", "time per step", "of the usual", "lost", ""]
+    return card("Slow steps", lead, table(head, few, numeric=range(5)), more)
 
 
 def _repeated_card(run: RunFiles) -> Html:
@@ -149,15 +121,13 @@ def _repeated_card(run: RunFiles) -> Html:
     else:
         words = f"✓ {count:,} logged steps were repeated: loss, gradient norm and samples are bit-identical."
         lead = tag("p", words, class_="good-text")
-    order = [*differ.items(), *((s, t) for s, t in run.repeated.items() if s not in differ)]
-    few, more = shortened([_repeated_row(step, taken) for step, taken in order], "steps")
+    rows = []
+    for step, taken in {**differ, **run.repeated}.items():
+        fields = (("loss", "loss_hex"), ("gradient norm", "grad_norm_hex"), ("samples", "samples_sha"))
+        wrong = [word for word, field in fields if len({str(r.get(field)) for r in taken}) > 1]
+        exact = [dict.fromkeys(f"{number(r.get(name)):.17g}" for r in taken) for name in ("loss", "grad_norm")]
+        verdict = f"✕ {', '.join(wrong)} differ" if wrong else "✓ equal"
+        rows.append([f"{step:,}", *(" → ".join(numbers) for numbers in exact), verdict])
+    few, more = shortened(rows, "steps")
     values = join(table(["step", "loss", "gradient norm", ""], few, numeric=(0, 1, 2)), more)
     return card("Repeated steps", lead, tag("details", tag("summary", "values"), values, open=bool(differ)))
-
-
-def _repeated_row(step: int, taken: Sequence[Record]) -> list[object]:
-    fields = (("loss", "loss_hex"), ("gradient norm", "grad_norm_hex"), ("samples", "samples_sha"))
-    wrong = [word for word, field in fields if len({str(r.get(field)) for r in taken}) > 1]
-    exact = {field: [f"{number(r.get(field)):.17g}" for r in taken] for field in ("loss", "grad_norm")}
-    values = [" → ".join(dict.fromkeys(numbers)) for numbers in exact.values()]
-    return [f"{step:,}", *values, f"✕ {', '.join(wrong)} differ" if wrong else "✓ equal"]

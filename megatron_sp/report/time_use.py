@@ -1,8 +1,6 @@
 """Breakdown of a run's time from the times in its records: activity of each attempt, discarded steps, slow steps.
 
-A record is written at the end of an activity, with its duration, so it ends a span. Time that no record covers
-(building data, an overlap report) is "other"; between the end of one attempt and the launch of the next the run was
-down.
+A record ends a span: it is written at the end of an activity, with its duration. Time that no record covers is "other".
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Length of the span."""
         return self.end - self.begin
 
 
@@ -47,17 +44,6 @@ class Attempt:
     train: list[Record] = field(default_factory=list)  # its training records, in order
     spans: list[Span] = field(default_factory=list)
     end: float = 0.0  # time of its last record
-
-    @property
-    def is_complete(self) -> bool:
-        """The run came to its end: the time until somebody starts it again is no interruption."""
-        return self.last_step >= number(self.start.get("train_iters"))
-
-    @property
-    def is_idle(self) -> bool:
-        return self.first_step >= number(self.start.get("train_iters")) and all(
-            span.kind == "start" for span in self.spans
-        )
 
 
 @dataclass(frozen=True)
@@ -74,53 +60,49 @@ class SlowStep:
 
 def attempts(records: Iterable[Record]) -> list[Attempt]:
     """Divide the records into attempts, one for each start; records without a time are skipped."""
-    tries: list[Attempt] = []
-    for record in _as_it_was(records):
-        now, step = number(record["time"]), record["step"]
-        if record["kind"] == "start" or not tries:
-            tries.append(_begin(record, now, tries[-1].end if tries else -math.inf))
-        if record["kind"] != "start":
-            _add(tries[-1], record, now)
-        tries[-1].end = max(tries[-1].end, now)
-        tries[-1].last_step = max(tries[-1].last_step, step)
-    tries = [attempt for attempt in tries if attempt is tries[0] or not attempt.is_idle]
-    _mark_lost(tries)
-    return tries
-
-
-def _as_it_was(records: Iterable[Record]) -> list[Record]:
-    # the records that have a time; a background save is moved to where training went on
+    # a background save is moved to where training went on
     in_order: list[Record] = []
     for record in records:
         now, place = number(record.get("time")), len(in_order)
         if not math.isfinite(now):
             continue
-        while (
-            "background_s" in record
-            and place > 0
-            and in_order[place - 1]["kind"] != "start"
-            and number(in_order[place - 1]["time"]) > now
-        ):
+        while "background_s" in record and place > 0 and in_order[place - 1]["kind"] != "start":
+            if number(in_order[place - 1]["time"]) <= now:
+                break
             place -= 1
         in_order.insert(place, record)
-    return in_order
-
-
-def _begin(record: Record, now: float, earliest: float) -> Attempt:
-    is_start = record["kind"] == "start"
-    took = number(record.get("launch_to_ready_s")) if is_start else 0.0
-    begin = max(now - took if 0 < took < math.inf else now, earliest)
-    step = record["step"] if is_start else max(record["step"] - 1, 0)
-    spans = [Span("start", begin, now, step)] if begin < now else []
-    return Attempt(record if is_start else {}, begin, step, step, spans=spans, end=now)
+    tries: list[Attempt] = []
+    for record in in_order:
+        now, step, is_start = number(record["time"]), record["step"], record["kind"] == "start"
+        if is_start or not tries:  # a file may begin without a start
+            took = number(record.get("launch_to_ready_s")) if is_start else 0.0
+            begin = max(now - took if 0 < took < math.inf else now, tries[-1].end if tries else -math.inf)
+            first = step if is_start else max(step - 1, 0)
+            spans = [Span("start", begin, now, first)] if begin < now else []
+            tries.append(Attempt(record if is_start else {}, begin, first, first, spans=spans, end=now))
+        if not is_start:
+            _add(tries[-1], record, now)
+        tries[-1].end = max(tries[-1].end, now)
+        tries[-1].last_step = max(tries[-1].last_step, step)
+    kept: list[Attempt] = []
+    for attempt in tries:  # but for calls of a finished run, which did nothing
+        is_over = attempt.first_step >= number(attempt.start.get("train_iters"))
+        if not kept or not is_over or any(span.kind != "start" for span in attempt.spans):
+            kept.append(attempt)
+    last_kept = math.inf
+    for attempt in reversed(kept):
+        for place, s in enumerate(attempt.spans):
+            if s.kind == "steps" and s.step > last_kept:
+                attempt.spans[place] = Span("lost", s.begin, s.end, s.step)
+        last_kept = min(last_kept, attempt.first_step)
+    return kept
 
 
 def _add(attempt: Attempt, record: Record, now: float) -> None:
     kind, step = record["kind"], record["step"]
     if kind == "train":
-        took = number(record.get("step_s")) * max(
-            step - (attempt.train[-1]["step"] if attempt.train else attempt.first_step), 1
-        )
+        before = attempt.train[-1]["step"] if attempt.train else attempt.first_step
+        took = number(record.get("step_s")) * max(step - before, 1)
         attempt.train.append(record)
     else:
         took = number(record.get("seconds"))
@@ -135,27 +117,19 @@ def _add(attempt: Attempt, record: Record, now: float) -> None:
         attempt.spans.append(Span(word, begin, now, step))
 
 
-def _mark_lost(tries: list[Attempt]) -> None:
-    kept = math.inf
-    for attempt in reversed(tries):
-        attempt.spans = [
-            Span("lost", s.begin, s.end, s.step) if s.kind == "steps" and s.step > kept else s for s in attempt.spans
-        ]
-        kept = min(kept, attempt.first_step)
-
-
 def time_line(tries: Sequence[Attempt]) -> list[Span]:
     """Return all spans in order, including those in which nothing ran although the run was not complete."""
     spans: list[Span] = []
-    for index, attempt in enumerate(tries):
-        if spans and not tries[index - 1].is_complete and attempt.begin > spans[-1].end:
+    is_complete = False  # then the time until somebody starts the run again is no interruption
+    for attempt in tries:
+        if spans and not is_complete and attempt.begin > spans[-1].end:
             spans.append(Span("down", spans[-1].end, attempt.begin, attempt.first_step))
         spans += attempt.spans
+        is_complete = attempt.last_step >= number(attempt.start.get("train_iters"))
     return spans
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the total seconds of each kind."""
     sums = dict.fromkeys(KINDS, 0.0)
     for span in spans:
         sums[span.kind] += span.seconds
@@ -190,7 +164,7 @@ def merged(spans: Sequence[Span], columns: int = 1200) -> list[Span]:
 
 
 def slow_steps(tries: Sequence[Attempt]) -> list[SlowStep]:
-    """Return the intervals with steps longer than ``SLOW`` times the median of earlier steps."""
+    """Return the intervals whose steps took more than ``SLOW`` times the median of earlier ones."""
     slow = []
     for index, attempt in enumerate(tries):
         seconds = [number(r.get("step_s")) for r in attempt.train]
@@ -206,9 +180,7 @@ def _usual(seconds: Sequence[float]) -> list[float]:
     # for each value the median of the ``_AROUND`` before it, or of the first ``_AROUND`` if these are few
     begin = [s for s in seconds[:_AROUND] if math.isfinite(s)]
     first = median(begin) if begin else math.nan
-    window: list[float] = []
-    recent: list[float] = []
-    usual = []
+    window, recent, usual = list[float](), list[float](), []  # window: sorted
     for value in seconds:
         usual.append(window[len(window) // 2] if len(window) >= _AROUND // 2 else first)
         if math.isfinite(value):
