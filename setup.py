@@ -65,6 +65,7 @@ setup(
     packages=find_packages(include=["megatron_sp", "megatron_sp.*"]),
     package_data={
         "megatron_sp.report": ["page.css", "page.js", "scales.js"],
+        "megatron_sp.schedule.report": ["picture.css"],
         "megatron_sp.config.flags": ["foreign_flags.txt"],
     },
     python_requires=">=3.10",

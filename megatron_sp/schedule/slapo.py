@@ -18,17 +18,13 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_sp.comm.collectives import broadcast
@@ -43,22 +39,16 @@ from megatron_sp.schedule.core.directives import Directive, expand
 from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.schedule.core.kinds import find_kind, knows
 from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.empty_weights import Init, settle_weights
+from megatron_sp.schedule.empty_weights import init_empty_weights as init_empty_weights  # a name of Slapo's, too
 from megatron_sp.schedule.schedule import Schedule
 from megatron_sp.schedule.verify.derive import with_adjoints
 from megatron_sp.schedule.verify.verify import Verdict, default_loss, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
-__all__ = [
-    "Primitive", "ShardMethod", "SlapoSchedule", "Verify", "all_gather_forward_output", "build", "checkpoint",
-    "create_schedule",
-    "get_cuda_rng_tracker", "init_empty_weights", "list_primitives", "reduce_backward_grad", "reduce_forward_output",
-    "reduce_scatter_forward_output", "register_primitive", "register_shard_method", "scatter_forward_output",
-    "set_random_seed",
-]  # fmt: skip
 BUILT_IN = ("annotate", "checkpoint", "fork_rng", "replace", "replace_all", "shard", "sync")
 PRIMITIVES: dict[str, type[Primitive]] = {}
 _METHODS: dict[type[nn.Module], type[ShardMethod]] = {}
-_META = torch.device("meta")
 _SEED = 2023
 _GRADIENT_SUMS = (("bwd_post", "all_reduce"), ("fwd_pre", "copy"))
 _OLD_MODES = {"fw_pre": "fwd_pre", "fw_post": "fwd_post", "bw_post": "bwd_post"}  # in an example of its documentation
@@ -85,14 +75,13 @@ _HOOKS = (
 )  # fmt: skip
 _M = TypeVar("_M", bound="type[ShardMethod]")
 _P = TypeVar("_P", bound="type[Primitive]")
-Init = bool | Callable[..., Any] | None
 
 
 # what users add
 
 
 class ShardMethod:
-    """What happens beside the split of a class's tensors: nothing; subclasses are registered for their class."""
+    """Steps around the split of a class's tensors: none here; subclasses are registered for their class."""
 
     @staticmethod
     def preproc(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> None:
@@ -139,9 +128,8 @@ def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], 
         if not issubclass(method, ShardMethod):
             raise ConfigError(f"{method.__name__} for {name} must be a subclass of ShardMethod")
         if module_cls in _METHODS or knows(module_cls):
-            raise ConfigError(
-                f"{name} has a way to be split already: register a subclass of it, or use register_shardable()"
-            )
+            way_out = "register a subclass of it, or use register_shardable()"
+            raise ConfigError(f"{name} has a way to be split already: {way_out}")
         _METHODS[module_cls] = method
         return method
 
@@ -198,20 +186,12 @@ def reduce_backward_grad(inp: Tensor, group: Group | None = None) -> Tensor:
     return copy_to(inp, group or world_group())
 
 
-@dataclass(frozen=True)
-class RngTracker:
-    """Random number tracker of one group."""
+def get_cuda_rng_tracker(group: Group | None = None) -> SimpleNamespace:
+    """Return an object whose ``fork()`` makes random numbers inside differ between the ranks of a group (default: all).
 
-    group: Group
-
-    def fork(self) -> AbstractContextManager[None]:
-        """Draw different numbers on each rank inside; torch's generators must be equal on all ranks."""
-        return Streams().differ(self.group)
-
-
-def get_cuda_rng_tracker(group: Group | None = None) -> RngTracker:
-    """Return the tracker of a group (default: all ranks); despite Slapo's name, it also forks the CPU's generator."""
-    return RngTracker(group or world_group())
+    Despite Slapo's name, it also forks the CPU's generator. Outside, generators must be equal on all ranks.
+    """
+    return SimpleNamespace(fork=lambda: Streams().differ(group or world_group()))
 
 
 def set_random_seed(
@@ -234,16 +214,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # the schedule
 
 
-@dataclass
-class Metadata:
-    """Notes of Slapo's schedules."""
-
-    primitives: dict[str, Any] = field(default_factory=dict)
-    param_tags: dict[str, None] = field(default_factory=dict)
-    tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    base_params: dict[str, torch.Size] = field(default_factory=dict)
-
-
 class SlapoSchedule:
     """Schedule of one module; ``create_schedule`` makes that of the whole model."""
 
@@ -253,14 +223,14 @@ class SlapoSchedule:
         self.rank, self.world_size = self.group.rank(), self.group.size()
         self._here = path or "the model"
         if parent is not None:
-            self.metadata: Metadata = parent.metadata
+            self.metadata: SimpleNamespace = parent.metadata
             return
         names = names_of(owner.model)
-        self.metadata = Metadata(
-            primitives={name: cls.init_metadata() for name, cls in PRIMITIVES.items()},
+        self.metadata = SimpleNamespace(
+            primitives={name: cls.init_metadata() for name, cls in PRIMITIVES.items()}, param_tags={},
             tie_weights={p: p for p in owner.model.parameters() if len(names[id(p)]) > 1},
             base_params={name: p.shape for name, p in owner.model.named_parameters()},
-        )
+        )  # fmt: skip
 
     @property
     def mod(self) -> nn.Module:
@@ -317,9 +287,9 @@ class SlapoSchedule:
         else:
             _method_of(self.mod).sync(self, _OLD_MODES.get(mode, mode), sync_op_or_fn, **kwargs)
 
-    def put_sync(self, mode: str, op: str | Callable[..., Any], **kwargs: Any) -> None:
+    def put_sync(self, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
         """Add the collective of ``sync`` for a class without a ShardMethod of its own."""
-        where, line = f"sync on {self.path}", self.schedule[self.path]
+        op, where, line = sync_op_or_fn, f"sync on {self.path}", self.schedule[self.path]
         if mode not in MODES:
             known = f"{', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
             raise ConfigError(f"{where}: mode {mode!r} is not known, only {known}")
@@ -364,23 +334,21 @@ class SlapoSchedule:
                 f"{where}: name the op at {mode!r}, such as sync('fwd_post', 'all_reduce'); only forward, backward and"
                 f" both of early versions say it by themselves, and take nothing else{more}"
             )
-        known, module = find_kind(self.mod), self.mod
-        result: str | None = None
-        axis: int | None = None
+        kind, module = find_kind(self.mod), self.mod
+        result, axis = None, None  # partition along an axis, or partial
         for line in self.schedule.directives:
-            if line.do != "shard" or line.on != self.path:
+            name = line.args.get("tensor", "")
+            tensor = tensor_of(module, name) if line.do == "shard" and line.on == self.path else None
+            if tensor is None:  # build() reports it
                 continue
-            name = line.args["tensor"]
-            if (tensor := tensor_of(module, name)) is None:
-                continue  # build() reports it
             dim = line.args["axis"] % tensor.ndim
-            if known is None:
+            if kind is None:
                 size = tensor.shape[dim] // self.world_size
                 inferred = _method_of(module).infer_output_type(self, name, size, line.args["axis"])
                 result, axis = inferred if inferred[0] is not None else (result, axis)
-            elif dim == known.out_dims.get(name, -1):
-                result, axis = (result, axis) if result is not None else ("partition", known.out_axis)
-            elif dim == known.in_dims.get(name, -1):
+            elif dim == kind.out_dims.get(name, -1):
+                result, axis = (result, axis) if result is not None else ("partition", kind.out_axis)
+            elif dim == kind.in_dims.get(name, -1):
                 result, axis = "partial", None
         if result is None:
             ask = "asks what the result has become: write .shard() of its weight first, or name mode and operation"
@@ -390,9 +358,12 @@ class SlapoSchedule:
                 why = "it is split by its inputs, so it has a sum to make of its result, and none of a gradient"
                 raise ConfigError(f"{where}: {why}: use forward")
             return [("fwd_post", "all_reduce", {})]
-        gather: Any = [("fwd_post", "all_gather", {"axis": axis})] if mode != "backward" else []
-        by_channel = known is not None and known.by_channel
-        return gather + ([("bwd_post", "all_reduce", {})] if mode != "forward" and not by_channel else [])
+        syncs: list[tuple[str, str, dict[str, Any]]] = []
+        if mode != "backward":
+            syncs.append(("fwd_post", "all_gather", {"axis": axis}))
+        if mode != "forward" and not (kind is not None and kind.by_channel):
+            syncs.append(("bwd_post", "all_reduce", {}))
+        return syncs
 
     def fork_rng(self) -> None:
         """Make random numbers inside differ between the ranks."""
@@ -427,12 +398,12 @@ class SlapoSchedule:
         around, _, last = self.path.rpartition(".")
         self.schedule.model.get_submodule(around)._modules[last] = new
 
-    def replace_all(self, target: type[nn.Module], make_mod_fn: Callable[..., nn.Module], **kwargs: Any) -> None:
+    def replace_all(self, target_mod_type: type[nn.Module], make_mod_fn: Callable[..., Any], **kwargs: Any) -> None:
         """Replace every submodule of a type by ``make_mod_fn(path, module, **kwargs)``, except inside replaced ones."""
         done: list[str] = []
         for path, sub in list(self.named_schedules()):
             inside = any(path.startswith(f"{other}.") for other in done)
-            if path and not inside and isinstance(sub.mod, target):
+            if path and not inside and isinstance(sub.mod, target_mod_type):
                 sub.replace(make_mod_fn(path, sub.mod, **kwargs))
                 done.append(path)
 
@@ -456,106 +427,15 @@ def create_schedule(
     return SlapoSchedule(parent.schedule, path, name, parent)
 
 
-# weights, and build
-
-
-@contextmanager
-def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
-    """Give modules that are created inside parameters without contents (meta device); ``build()`` initialises them."""
-
-    def without_contents(_: nn.Module, __: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or tensor.is_meta:
-            return None  # stays as it is, so that tied ones stay tied
-        empty = tensor.detach().to(_META)
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-    hook: Any = without_contents
-    handles = [register_module_parameter_registration_hook(hook)] if enable else []
-    if enable and include_buffers:
-        handles.append(register_module_buffer_registration_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _settle_weights(model: nn.Module, init: Init, group: Group) -> None:
-    # initialise what has no contents (all weights, with ``init``), then take rank 0's weights and buffers on every rank
-    if init is False:
-        return
-    empty = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    if empty or init:
-        _initialise(model, init, {name.rpartition(".")[0] for name in empty}, group)
-        tensors = dict((*model.named_parameters(), *model.named_buffers()))
-        if missing := [name for name in empty if _has_marks(tensors[name])]:
-            more = ", ..." if len(missing) > 6 else ""
-            raise ConfigError(
-                f"{', '.join(missing[:6])}{more} have no contents, and their modules have no reset_parameters()"
-                " that gives them some: build(sch, init_weights=function of (module, path))"
-            )
-    for tensor in (*model.parameters(), *model.buffers()):
-        given = tensor.detach()
-        whole = broadcast(given.contiguous(), group)
-        if not given.is_contiguous():
-            given.copy_(whole)
-
-
-def _mark(t: Tensor) -> float:
-    # a value that no initialisation leaves: what still has it was not initialised (of bool there is none)
-    if t.is_floating_point() or t.is_complex():
-        return float("nan")
-    return 0 if t.dtype == torch.bool else torch.iinfo(t.dtype).min
-
-
-def _has_marks(t: Tensor) -> bool:
-    return t.dtype == torch.bool or bool((t.isnan() | (t == _mark(t))).any())
-
-
-def _initialise(model: nn.Module, init: Init, empty: set[str], group: Group) -> None:
-    # give empty tensors contents: marks first, then, in these modules (in all, with ``init``), what the module draws
-    device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
-    if device is None:
-        on_gpu = torch.cuda.is_available() and "nccl" in str(getattr(group, "name", lambda: "")()).lower()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    for names in names_of(model).values():
-        old = model.get_parameter(names[0])
-        if old.is_meta:
-            new = nn.Parameter(torch.empty_like(old, device=device).fill_(_mark(old)), requires_grad=old.requires_grad)
-            new.__dict__.update(old.__dict__)
-            for path, _, last in (name.rpartition(".") for name in names):
-                model.get_submodule(path)._parameters[last] = new
-    own, takes_path = getattr(model, "_init_weights", None), False
-    if callable(init):
-        with suppress(TypeError, ValueError):  # builtins have no signature
-            needed = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty]
-            takes_path = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed) > 1
-    with torch.no_grad():
-        for path, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device=device).fill_(_mark(buffer))
-            owns = any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
-            if not owns or (not init and path not in empty):
-                continue
-            if callable(init):
-                init(module, path) if takes_path else init(module)
-            elif own is not None:
-                own(module)
-            elif callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+# build
 
 
 def build(
     sch: SlapoSchedule, target: str | None = None, init_weights: Init = None, **kwargs: Any
 ) -> tuple[nn.Module, None]:
-    """Apply a schedule; return (model, None).
+    """Apply a schedule; return (model, None). Raises ConfigError, and leaves the model as it was.
 
-    Args:
-        init_weights: None: initialise empty weights; True, or a function of (module) or (module, path): all weights;
-            False: leave them as they are, else rank 0's are everybody's.
-    Raises:
-        ConfigError: the lines are impossible, or weights stay empty; the model is left unchanged.
+    ``init_weights`` is that of ``settle_weights``.
     """
     for name in ("init_required", "param_init_fn"):  # names of older versions
         init_weights = kwargs.pop(name, init_weights)
@@ -577,7 +457,7 @@ def build(
 
     try:
         with whole_or_not_at_all(model):
-            _settle_weights(model, init_weights, sch.group)
+            settle_weights(model, init_weights, sch.group)
             lines = [(path, d.args) for d in owner.directives if d.do == "shard" for path in expand(model, d.on)]
             split = [(sch[path] if path else sch, args["tensor"], args["axis"]) for path, args in lines]
             call_methods("preproc", sch.world_size)
@@ -628,11 +508,7 @@ def _without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
 class Verify:
     """Verify a schedule on copies, as a context manager; the schedule can still be built. Collective over all ranks.
 
-    Args:
-        example_inputs: a dict by name, or positional inputs.
-        example_outputs: second argument of ``loss_fn``.
-        init_weights: see ``build``.
-        dtype: in which both models compute.
+    ``example_inputs`` are a dict by name, or positional; ``example_outputs`` the second argument of ``loss_fn``.
     """
 
     def __init__(
@@ -690,7 +566,7 @@ class Verify:
 
     def _ready_copy(self) -> nn.Module:
         copied = copy.deepcopy(self.sch.mod)
-        _settle_weights(copied, self.init_weights, self.sch.group)
+        settle_weights(copied, self.init_weights, self.sch.group)
         if self.device is not None:
             copied.to(self.device)
         copied.train(copied.training and not self.eval_mode)

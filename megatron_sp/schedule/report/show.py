@@ -179,50 +179,6 @@ def _facts(schedule: Schedule) -> dict[str, str]:
 
 
 _MOST_BARS = 16  # bars show no more ranks than this
-_STYLE = """
-:root { color-scheme: light dark; --ground: #f4f6f9; --card: #fff; --line: #dde2ea; --ink: #17202e; --quiet: #566173;
-  --own: #1d5fd1;
-  --other: #bcd3f7; --whole: #c8ced8; --summed: #8a63d2; --gather: #0a7f5a; --reduce: #c64a06; --scatter: #8a6500;
-  --back: #566173; --bad: #c0242f; }
-@media (prefers-color-scheme: dark) { :root { --ground: #0e1218; --card: #161c25; --line: #2b3442; --ink: #e8edf4;
-  --quiet: #9aa7b8;
-  --own: #6fa8ff; --other: #26405f; --whole: #414b5a; --summed: #a283ea; --gather: #4fd59b; --reduce: #ff9a57;
-  --scatter: #e8c34a;
-  --back: #9aa7b8; --bad: #ff7d84; } }
-* { box-sizing: border-box; }
-body { margin: 0; padding: 28px 24px 48px; background: var(--ground); color: var(--ink);
-  font: 14px/1.4 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 980px; margin: 0 auto; }
-h1 { margin: 0 0 2px; font-size: 1.6rem; overflow-wrap: anywhere; }
-.lead, .legend { color: var(--quiet); margin: 0 0 14px; overflow-wrap: anywhere; }
-.legend { display: flex; flex-wrap: wrap; gap: 6px 18px; font-size: .82rem; }
-.legend i { display: inline-block; width: 22px; height: 10px; border-radius: 2px; margin-right: 6px; }
-.bad { border-left: 3px solid var(--bad); padding: 6px 12px; margin: 0 0 14px; overflow-wrap: anywhere; }
-details, .leaf { background: var(--card); border: 1px solid var(--line); border-radius: 8px; margin: 4px 0;
-  padding: 6px 10px; }
-details > details, details > .leaf { margin-left: 10px; }
-summary { cursor: pointer; }
-.name { font-weight: 600; overflow-wrap: anywhere; } .kind { color: var(--quiet); font-size: .84rem; }
-.role, .times { border: 1px solid var(--line); border-radius: 99px; padding: 0 8px; font-size: .78rem;
-  color: var(--quiet); }
-.role { color: var(--own); border-color: currentColor; }
-.part { display: flex; align-items: center; gap: 10px; margin: 3px 0 3px 16px; font-size: .84rem; }
-.part code { color: var(--quiet); overflow-wrap: anywhere; min-width: 0; }
-.bar { display: flex; flex: none; width: 150px; height: 12px; border-radius: 3px; overflow: hidden; gap: 1px;
-  background: var(--card); }
-.bar.down { flex-direction: column; width: 40px; height: 30px; margin-right: 110px; }
-.bar b { flex: 1; background: var(--other); } .bar b.own { background: var(--own); }
-  .bar b.whole { background: var(--whole); }
-.bar b.summed { background: var(--summed); }
-.edge { display: flex; align-items: baseline; gap: 8px; margin: 3px 0 3px 16px; font-size: .84rem; }
-.edge span { border-radius: 4px; padding: 0 7px; border: 1px solid currentColor; white-space: nowrap; }
-.all_gather { color: var(--gather); } .all_reduce { color: var(--reduce); } .reduce_scatter { color: var(--reduce); }
-.slice { color: var(--scatter); } .other { color: var(--back); }
-.edge em { color: var(--quiet); font-style: normal; overflow-wrap: anywhere; min-width: 0; }
-.edge .back { border-style: dashed; }
-.note { margin: 3px 0 3px 16px; color: var(--quiet); font-size: .84rem; overflow-wrap: anywhere; }
-ol { padding-left: 22px; color: var(--quiet); } li code { overflow-wrap: anywhere; }
-"""
 _LEGEND = (("own", "this rank's share"), ("other", "other ranks' shares"), ("whole", "whole on every rank"),
            ("summed", "whole on every rank, gradient summed over tp"))  # fmt: skip
 
@@ -251,7 +207,8 @@ def page(found: Survey) -> str:
         tag("h2", "Lines"),
         tag("ol", [tag("li", tag("code", _line_words(d))) for d in found.directives]),
     ]
-    return markup.page(title, _STYLE, tag("main", body))
+    style = (Path(__file__).parent / "picture.css").read_text(encoding="utf-8")
+    return markup.page(title, style, tag("main", body))
 
 
 def _module(node: Node, found: Survey) -> Html:

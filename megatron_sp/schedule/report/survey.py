@@ -108,7 +108,7 @@ class Node:
 
 @dataclass
 class Survey:
-    """What a schedule does on one rank."""
+    """Effects of a schedule on one rank."""
 
     root: Node
     mesh: str

@@ -1,8 +1,4 @@
-"""Copies of a model for comparison: without random operations, in float64, and without what float64 does not support.
-
-Dropout draws different numbers in the whole model and in shares of it, so it is off in both. transformers' grouped
-matrix multiplication of experts does not exist in float64; its loop over experts does.
-"""
+"""Copies of a model for comparison: without dropout, in float64, and without what does not exist in float64."""
 
 from __future__ import annotations
 
@@ -16,11 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64Mode(TorchFunctionMode):
-    """Mode in which float64 replaces float32, for models that cast to it inside (norms, rotary angles, softmax).
+    """Mode in which float64 replaces float32."""
 
-    Without it, the cast rounds a rank's part of a gradient differently from the whole gradient, and correct schedules
-    differ by 1e-7.
-    """
+    # for models that cast to it inside (norms, rotary angles, softmax): the cast rounds a rank's part of a gradient
+    # differently from the whole gradient, and correct schedules differ by 1e-7
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
@@ -33,7 +28,7 @@ class Float64Mode(TorchFunctionMode):
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Mode in which dropout does nothing, also where its rate is no attribute that ``deterministic_copy`` knows."""
+    """Mode in which dropout does nothing."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
@@ -48,17 +43,17 @@ class WithoutDropout(TorchFunctionMode):
 
 
 def deterministic_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model in ``dtype``, without dropout; training mode is otherwise unchanged."""
+    """Copy a model in ``dtype``, without dropout."""
     copied = copy.deepcopy(model).to(dtype)
+    # dropout draws other numbers in shares of a model than in the whole one
     for holder, name in list(_dropout_rates(copied)):
         setattr(holder, name, 0.0)
-    if dtype is torch.float64:
+    if dtype is torch.float64:  # in which their grouped product does not exist
         one_expert_at_a_time(copied)
     return copied
 
 
 def drops(model: nn.Module) -> bool:
-    """Return whether a model has any dropout that is on."""
     return any(m.training for m in model.modules()) and next(_dropout_rates(model), None) is not None
 
 
@@ -74,7 +69,7 @@ def _dropout_rates(model: nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def one_expert_at_a_time(model: nn.Module) -> None:
-    """Make transformers' models compute experts in a loop."""
+    """Let models of transformers compute experts in a loop."""
     for module in model.modules():
         config: Any = module.__dict__.get("config")
         if getattr(config, "_experts_implementation", None) not in (None, "eager"):

@@ -1,10 +1,4 @@
-"""Measurement of what lines leave open: the adjoint of an all_gather, and where random numbers must differ.
-
-Both are read off a pass of the split model. The gradients that arrive at an all_gather's result are equal on all ranks
-if these go on alike (its adjoint is slice), and parts of a sum otherwise (reduce_scatter). Dropout draws other numbers
-on each rank where what it is given differs between them. What was measured is stored as marked lines
-(``Directive.derived``), which are dropped when a schedule is measured again.
-"""
+"""Measurement of what lines leave open: the adjoint of an all_gather, and where random numbers must differ."""
 
 from __future__ import annotations
 
@@ -25,7 +19,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def as_said(directives: list[Directive]) -> list[Directive]:
-    """Return the lines as they were written, without what was measured."""
+    """Return the lines without what was measured, which ``Directive.derived`` marks."""
     said = []
     for line in directives:
         if line.derived and line.do != "rng":
@@ -37,7 +31,7 @@ def as_said(directives: list[Directive]) -> list[Directive]:
 
 
 def with_adjoints(directives: list[Directive], adjoints: Mapping[int, str]) -> list[Directive]:
-    """Return the lines with the measured adjoints, by index."""
+    """Add measured adjoints to the lines."""
     return [
         replace(d, args={**d.args, "grad": adjoints[i]}, derived=("grad",)) if adjoints.get(i) else d
         for i, d in enumerate(directives)
@@ -45,28 +39,35 @@ def with_adjoints(directives: list[Directive], adjoints: Mapping[int, str]) -> l
 
 
 def is_open(line: Directive) -> bool:
-    """Return whether a line is an all_gather that does not give its adjoint."""
+    """Return whether a line is an all_gather without an adjoint."""
     return line.do == "sync" and line.args["op"] == "all_gather" and "grad" not in line.args
+
+
+def _spread(x: Tensor, group: Group) -> tuple[float, float]:
+    # (largest difference between the ranks, largest magnitude), by one reduction of x and -x to their maxima
+    if not x.numel():
+        return 0.0, 0.0
+    extremes = all_reduce(torch.stack([x, -x]).clone(memory_format=torch.contiguous_format), group, "max")
+    return float((extremes[0] + extremes[1]).abs().max()), float(extremes.abs().max())
 
 
 @dataclass
 class OpenAdjoint:
-    """Adjoint of one all_gather line, decided by the gradients that arrive: by module, for a line may name several."""
+    """Adjoint of one all_gather, decided by the gradients that arrive."""
 
-    by_module: dict[str, str] = field(default_factory=dict)
+    by_module: dict[str, str] = field(default_factory=dict)  # for a line may name several
 
     def choose(self, path: str, grad: Tensor, group: Group) -> str:
-        """Return reduce_scatter or slice. Collective over the group."""
-        highest_and_lowest = all_reduce(_both_signs(grad), group, "max")
-        spread = float((highest_and_lowest[0] + highest_and_lowest[1]).abs().max()) if grad.numel() else 0.0
-        largest = float(highest_and_lowest.abs().max()) if grad.numel() else 0.0
+        """Return reduce_scatter or slice. Collective."""
+        # gradients of ranks that go on alike are equal, and parts of a sum otherwise
+        spread, largest = _spread(grad, group)
         value = "slice" if spread <= 1e-6 * largest else "reduce_scatter"
         if largest:  # else this gradient is not needed
             self.by_module[path] = value
         return value
 
     def decided(self, line: Directive) -> str:
-        """Return what all modules need, "" if no gradient arrived. Raises ConfigError: they need different ones."""
+        # what all modules need; "" if no gradient arrived
         paths = {value: path for path, value in self.by_module.items()}
         if len(paths) > 1:
             needs = " and ".join(f"grad='{value}' at {path}" for value, path in paths.items())
@@ -75,7 +76,7 @@ class OpenAdjoint:
 
 
 def measuring(directives: Iterable[Directive]) -> tuple[list[Directive], dict[int, OpenAdjoint]]:
-    """Return the lines with an adjoint that is measured where there is none, and these, by the index of their line."""
+    # the lines with an ``OpenAdjoint`` where there is none, and these, by index
     lines, adjoints = list(directives), dict[int, OpenAdjoint]()
     for i, line in enumerate(lines):
         if is_open(line) and line.args.get("over") != "dp":
@@ -85,15 +86,12 @@ def measuring(directives: Iterable[Directive]) -> tuple[list[Directive], dict[in
 
 
 class Draws(TorchFunctionMode):
-    """Mode that finds the modules in which dropout is on, and whether its operand differs between the ranks of an axis.
-
-    ``found``: axis ("tp" or "sp", which stands for cp as well) -> {path: whether it differs}.
-    """
+    """Mode that finds the modules in which dropout is on, and whether its operand differs between ranks."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         super().__init__()
         self.groups = {"tp": (mesh.tp,), "sp": (mesh.sp, mesh.cp)}
-        self.found: dict[str, dict[str, bool]] = {"tp": {}, "sp": {}}
+        self.found: dict[str, dict[str, bool]] = {"tp": {}, "sp": {}}  # axis -> {path: whether it differs}
         self._running: list[str] = []
         self._handles = []
         for path, module in model.named_modules():
@@ -114,7 +112,8 @@ class Draws(TorchFunctionMode):
             path = self._running[-1] if self._running else ""
             operand = next(t for t in tensors_of([*args, *kwargs.values()]).values() if t.is_floating_point())
             for axis, groups in self.groups.items():
-                differs = [_differs(operand.detach(), group) for group in groups]
+                # over all groups, for the ranks of one may find a difference that those of another do not
+                differs = [_spread(operand.detach(), group)[0] > 0 for group in groups]
                 self.found[axis][path] = self.found[axis].get(path, False) or any(differs)
         return result
 
@@ -132,34 +131,20 @@ def _is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return name in ("rand_like", "randn_like", "bernoulli", "bernoulli_")
 
 
-def _both_signs(x: Tensor) -> Tensor:
-    # one reduction to the maximum then gives the highest and, negated, the lowest value of all ranks
-    return torch.stack([x, -x]).clone(memory_format=torch.contiguous_format)
-
-
-def _differs(x: Tensor, group: Group) -> bool:
-    if group.size() == 1:
-        return False
-    highest_and_lowest = all_reduce(_both_signs(x), group, "max")
-    return bool((highest_and_lowest[0] + highest_and_lowest[1]).abs().max() > 0) if x.numel() else False
-
-
 def random_lines(model: nn.Module, directives: list[Directive], draws: Draws) -> Iterator[Directive]:
-    """Yield rng lines for modules where random numbers must differ, or be the same again inside such a module (E14).
-
-    Those of tp come first, around those of sp: what is the same for the ranks of tp still differs over sp.
-    """
+    """Yield rng lines for modules where random numbers must differ, or be the same again inside of one."""
     tp, sp = draws.found["tp"], draws.found["sp"]
     forks = [path for path in tp if tp[path] and not says_random(model, directives, path, "tp")]
     inside = tuple(f"{fork}." if fork else "" for fork in forks)
     alike = [path for path in sorted(tp) if not tp[path] and path.startswith(inside)]
     over_sp = [path for path in sp if sp[path] and not says_random(model, directives, path, "sp")]
+    # those of tp come first, around those of sp: what is the same for the ranks of tp still differs over sp
     for paths, axis in ((forks, "tp"), (alike, "same"), (over_sp, "sp")):
         yield from (Directive(path, "rng", {"axis": axis}, "verify()", ("axis",)) for path in paths)
 
 
 def says_random(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:
-    """Return whether an rng line about an axis (tp or sp) covers a module, or one around it."""
+    # whether an rng line about tp or sp covers a module
     others = {"tp": ("sp", "dp"), "sp": ("tp", "dp", "same")}[axis]
     paths = {p for d in directives if d.do == "rng" and d.args["axis"] not in others for p in expand(model, d.on)}
     return any(path == p or path.startswith(f"{p}.") or not p for p in paths)

@@ -95,7 +95,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Relation:
-    """What a tensor of the split model is to that of the whole one."""
+    """Relation of a tensor of the split model to that of the whole one."""
 
     # same, share (of it), partial (sum over the ranks of ``axis``), multiple (``factor`` times it), bias (added by each
     # rank), cut (a share with other elements), other

@@ -38,7 +38,7 @@ _HARD_CODED = (
 
 
 class DoesNotRun(ConfigError):
-    """Error of a split model where the whole one runs; ``failure`` describes where and how it fails, without advice."""
+    """The split model fails where the whole one runs; ``failure``: where and how, without advice."""
 
     def __init__(self, failure: str, advice: str) -> None:
         super().__init__(f"{failure}\n{advice}")
@@ -90,7 +90,7 @@ class Verdict:
 
 @dataclass
 class _Pass:
-    """What one forward and backward pass leaves beside the parameters' gradients."""
+    """Results of a forward and backward pass."""
 
     outputs: dict[str, Tensor]
     loss: Tensor
