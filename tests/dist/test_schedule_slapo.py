@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.slapo_parity import compare, data
+from support.slapo_parity import compare, data, lines
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
@@ -101,15 +101,8 @@ def column(sch: SlapoSchedule, name: str) -> None:
 def recipes() -> None:
     """Column and gather; column into row; reduce_scatter, then all_gather; all in every position of the batch."""
 
-    def gather(sch: SlapoSchedule) -> None:
-        column(sch, "linear1")
-        sch["linear1"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
-
-    def reduce(sch: SlapoSchedule) -> None:
-        sch["linear2"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")  # before shard: the bias is added once all the same
-        sch["linear2"].shard("weight", axis=1)
-        column(sch, "linear1")
-
+    gather = lines("linear1 column; linear1 fwd_post all_gather -1")
+    reduce = lines("linear2 fwd_post all_reduce; linear2 row; linear1 column")  # before shard: the bias is added once all the same
     model = compare(Mlp(), data(B, S, H), gather)
     assert isinstance(model.linear1, nn.Linear) and model.linear1.weight.shape == (FF // 2, H) and model.linear1.out_features == FF // 2
     model = compare(Mlp(), data(B, S, H), reduce)
@@ -127,14 +120,9 @@ def recipes() -> None:
 
 
 def sequence_parallel() -> None:
-    def as_in_the_request(sch: SlapoSchedule) -> None:
-        for name in ("q", "k", "v"):
-            column(sch["attention"], name)
-        sch["attention.out_proj"].shard("weight", axis=1)
-        sch["attention.out_proj"].sync(mode="fwd_post", sync_op_or_fn="reduce_scatter", axis=1)
-        sch["attention.resid_dropout"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1)
-
-    compare(Block(), data(B, S, H), as_in_the_request)
+    columns = "attention.q column; attention.k column; attention.v column; attention.out_proj row; "
+    scatter = "attention.out_proj fwd_post reduce_scatter 1; attention.resid_dropout fwd_post all_gather 1"
+    compare(Block(), data(B, S, H), lines(columns + scatter))
 
     class Around(nn.Module):  # what lies between scatter and gather works on a share of the positions
         def __init__(self) -> None:
@@ -163,12 +151,14 @@ def sequence_parallel() -> None:
 def embeddings() -> None:
     ids = torch.tensor([[0, 4, 5, 9], [1, 5, 0, 8], [9, 9, 2, 7]])  # the first and last word of each rank's share
 
+    def head(sch: SlapoSchedule) -> None:
+        sch["head"].shard("weight", axis=0)
+        lines("head bwd_post all_reduce; head fwd_post all_gather -1")(sch)
+
     def own(sch: SlapoSchedule) -> None:
         sch["wte"].shard("weight", axis=0)
         sch["wte"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")
-        sch["head"].shard("weight", axis=0)
-        sch["head"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
-        sch["head"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
+        head(sch)
 
     model = compare(Tied(), ids, own)
     assert isinstance(model.wte, nn.Embedding) and isinstance(model.head, nn.Linear) and model.wte.weight is model.head.weight
@@ -189,9 +179,7 @@ def embeddings() -> None:
         sch["wte"].shard("weight", axis=0)
         sch["wte"].sync(mode="fwd_pre", sync_op_or_fn=before)
         sch["wte"].sync(mode="fwd_post", sync_op_or_fn=after)
-        sch["head"].shard("weight", axis=0)
-        sch["head"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
-        sch["head"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
+        head(sch)
 
     compare(Tied(), ids, by_hooks)
 
@@ -249,10 +237,7 @@ def classes() -> None:
 def other_primitives() -> None:
     def write(sch: SlapoSchedule) -> None:
         sch["attention"].checkpoint()
-        for name in ("q", "k", "v"):
-            column(sch["attention"], name)
-        sch["attention"]["out_proj"].shard("weight", axis=1)
-        sch["attention"]["out_proj"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")
+        lines("q column; k column; v column; out_proj row; out_proj fwd_post all_reduce")(sch["attention"])
         sch["attention"].fork_rng()
 
     model = compare(Block(), data(B, S, H), write)

@@ -11,27 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.slapo_parity import compare, data, weighted
+from support.slapo_parity import compare, data, lines, weighted
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import world_group
 from megatron_sp.schedule import slapo
-from megatron_sp.schedule.slapo import (
-    Primitive,
-    ShardMethod,
-    SlapoSchedule,
-    Verify,
-    build,
-    checkpoint,
-    create_schedule,
-    get_cuda_rng_tracker,
-    init_empty_weights,
-    list_primitives,
-    register_primitive,
-    register_shard_method,
-    set_random_seed,
-)
+from megatron_sp.schedule.slapo import Primitive, ShardMethod, SlapoSchedule, Verify, build, create_schedule, init_empty_weights
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 H, FF = 6, 10
@@ -69,25 +55,12 @@ class Gain(nn.Module):
         return x * self.gain
 
 
-def column(sch: SlapoSchedule, name: str) -> None:
-    sch[name].shard(["weight", "bias"], axis=0)
-    sch[name].sync("bwd_post", "all_reduce")
+RIGHT = lines("up column; down row; down fwd_post all_reduce")
 
 
 def early_versions() -> None:
-    def plain(sch: SlapoSchedule) -> None:
-        sch["up"].shard(["weight", "bias"], axis=0)
-        sch["up"].sync(mode="backward")
-        sch["down"].shard("weight", axis=1)
-        sch["down"].sync(mode="forward")
-
-    compare(Mlp(), data(3, 4, H), plain)
-
-    def whole(sch: SlapoSchedule) -> None:
-        sch["up"].shard(["weight", "bias"], axis=0)
-        sch["up"].sync("both")  # of three dims, the last is gathered
-
-    compare(Mlp(), data(3, 4, H), whole)
+    for written in ("up cut; up backward; down row; down forward", "up cut; up both"):  # of three dims, the last is gathered
+        compare(Mlp(), data(3, 4, H), lines(written))
 
     def channels(sch: SlapoSchedule) -> None:
         sch["conv"].shard(["weight", "bias"], axis=0)
@@ -127,59 +100,22 @@ def early_versions() -> None:
 
 
 def reshards() -> None:
-    x = data(4, 8, H)
-
-    def part(sch: SlapoSchedule, *names: str) -> None:
-        for name in names:
-            for parameter in ("weight", "bias"):
-                sch[name].annotate(parameter, "replicated_param", True)
-
-    def to_positions(sch: SlapoSchedule) -> None:
-        column(sch, "up")
-        sch["up"].sync("fwd_post", "RS->SR")
-        sch["down"].sync("fwd_post", "SR->RR")
-        part(sch, "down")
-
-    def there_and_back(sch: SlapoSchedule) -> None:
-        column(sch, "up")
-        sch["up"].sync("fwd_post", "RS->SR")
-        sch["up"].sync("fwd_post", "SR->RS")
-        sch["up"].sync("fwd_post", "RS->RS")
-        sch["down"].shard("weight", axis=1)
-        sch["down"].sync("fwd_post", "all_reduce")
-
-    def gathers(sch: SlapoSchedule) -> None:
-        for name in ("up", "down"):
-            column(sch, name)
-            sch[name].sync("fwd_post", "RS->RR")
-
-    def cuts(sch: SlapoSchedule) -> None:
-        sch["up"].sync("fwd_post", "RR->RS")
-        sch["down"].shard("weight", axis=1)
-        sch["down"].sync("fwd_post", "all_reduce")
-
-    def positions(sch: SlapoSchedule) -> None:
-        sch["up"].sync("fw_pre", "RR->SR")
-        sch["down"].sync("fw_post", "SR->RR")
-        part(sch, "up", "down")
-
-    for write in (to_positions, there_and_back, gathers, cuts, positions):
-        compare(Mlp(), x, write)
+    for written in (
+        "up column; up fwd_post RS->SR; down fwd_post SR->RR; down part",
+        "up column; up fwd_post RS->SR; up fwd_post SR->RS; up fwd_post RS->RS; down row; down fwd_post all_reduce",
+        "up column; up fwd_post RS->RR; down column; down fwd_post RS->RR",
+        "up fwd_post RR->RS; down row; down fwd_post all_reduce",
+        "up fw_pre RR->SR; down fw_post SR->RR; up part; down part",
+    ):
+        compare(Mlp(), data(4, 8, H), lines(written))
 
 
 def verified() -> None:
-    x = data(2, 4, H).float().requires_grad_()
-
-    def right(sch: SlapoSchedule) -> None:
-        column(sch, "up")
-        sch["down"].shard("weight", axis=1)
-        sch["down"].sync("fwd_post", "all_reduce")
-
-    model = Mlp()
+    x, model = data(2, 4, H).float().requires_grad_(), Mlp()
     before = copy.deepcopy(model.state_dict())
     sch = create_schedule(model)
     with Verify(sch, [x]) as proof:
-        right(sch)
+        RIGHT(sch)
     assert proof.verdict is not None and proof.verdict.ok
     assert {row.kind for row in proof.verdict.rows} == {"output", "loss", "input gradient", "gradient"}
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), "only copies were split"
@@ -193,11 +129,12 @@ def verified() -> None:
             write(sch)
         assert all(word in str(error.value) for word in words), str(error.value)
 
-    def gathered(s: SlapoSchedule) -> None:
-        s["up"].shard(["weight", "bias"], axis=0)
-        s["up"].sync("fwd_post", "all_gather", axis=-1)
-
-    differs(gathered, "input gradient x", "the gradients of its input x on the ranks of tp sum to the reference", "E6")
+    differs(
+        lines("up cut; up fwd_post all_gather -1"),
+        "input gradient x",
+        "the gradients of its input x on the ranks of tp sum to the reference",
+        "E6",
+    )
     differs(lambda s: s["down"].replace(nn.Linear(FF, H, bias=False)), "output result")
     differs(lambda s: (s["down"].sync("fwd_pre", "RR->SR"), s["down"].sync("fwd_post", "SR->RR")), "['down'].annotate('weight'")
     differs(
@@ -217,7 +154,7 @@ def verified() -> None:
     with init_empty_weights():
         empty = create_schedule(Mlp())
     with Verify(empty, x):
-        right(empty)
+        RIGHT(empty)
     assert empty.mod.up.weight.device.type == "meta"  # type: ignore[union-attr]
 
 
@@ -226,7 +163,7 @@ def registered() -> Iterator[list[Any]]:
     """What a user registers, taken back at the end."""
     calls: list[Any] = []
 
-    @register_shard_method(Gain)
+    @slapo.register_shard_method(Gain)
     class _Method(ShardMethod):
         @staticmethod
         def preproc(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> None:
@@ -241,7 +178,7 @@ def registered() -> Iterator[list[Any]]:
         def infer_output_type(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> tuple[str, int]:
             return "partition", -1
 
-    @register_primitive()
+    @slapo.register_primitive()
     class _Freeze(Primitive):
         @staticmethod
         def name() -> str:
@@ -267,7 +204,7 @@ def what_users_add() -> None:
     with registered() as calls:
 
         def write(sch: SlapoSchedule) -> None:
-            column(sch, "0")
+            lines("0 column")(sch)
             sch["1"].shard("gain", axis=0)
             sch["1"].sync("forward")
 
@@ -275,36 +212,32 @@ def what_users_add() -> None:
         assert calls == [("before", FF, FF // 2), ("1", "gain", FF // 2, 0)] and model[1].width == FF // 2  # type: ignore[index]
         sch = create_schedule(Mlp())
         sch["up"].freeze()
-        assert sch.metadata.primitives["freeze"] == ["up"] and not sch["up"].mod.weight.requires_grad and "freeze" in list_primitives()
-        for wrong in (lambda: register_shard_method(Gain)(ShardMethod), lambda: register_shard_method(nn.Linear)(ShardMethod)):
+        assert (
+            sch.metadata.primitives["freeze"] == ["up"] and not sch["up"].mod.weight.requires_grad and "freeze" in slapo.list_primitives()
+        )
+        for wrong in (lambda: slapo.register_shard_method(Gain)(ShardMethod), lambda: slapo.register_shard_method(nn.Linear)(ShardMethod)):
             with pytest.raises(ConfigError, match="already"):
                 wrong()
-        assert register_shard_method(None)(ShardMethod) is ShardMethod
+        assert slapo.register_shard_method(None)(ShardMethod) is ShardMethod
 
 
 def replaced_at_once() -> None:
     """Lines speak of what is inside of a module that was put there, and its hooks are the old one's."""
     seen: list[str] = []
 
-    def write(sch: SlapoSchedule) -> None:
-        column(sch["1"], "up")
-        sch["1.down"].shard("weight", axis=1)
-        sch["1.down"].sync("fwd_post", "all_reduce")
-
     model = nn.Sequential(nn.Linear(H, H), nn.Identity()).double()
     model[1].register_forward_hook(lambda m, i, o: seen.append(type(m).__name__))
     sch = create_schedule(model)
     sch["1"].replace(Mlp().double())
     whole = copy.deepcopy(sch.mod)
-    write(sch)
+    RIGHT(sch["1"])
     split, _ = build(sch)
     x = data(2, 3, H)
     torch.testing.assert_close(split(x), whole(x))
     assert seen == ["Mlp", "Mlp"]
     root = create_schedule(nn.Identity())
     root.replace(Mlp())
-    column(root, "up")
-    root["up"].sync("fwd_post", "all_gather", axis=-1)
+    lines("up column; up fwd_post all_gather -1")(root)
     assert isinstance(build(root)[0], Mlp)
 
 
@@ -394,16 +327,16 @@ def functions_for_hooks() -> None:
 
 def random_numbers() -> None:
     group = world_group()
-    assert set_random_seed(5, dp_rank=2, pp_rank=1, tp_rank=group.rank()) == 125
+    assert slapo.set_random_seed(5, dp_rank=2, pp_rank=1, tp_rank=group.rank()) == 125
 
     def forward(x: Tensor) -> Tensor:
-        with get_cuda_rng_tracker().fork():
+        with slapo.get_cuda_rng_tracker().fork():
             y = nn.functional.dropout(x, 0.5)
         return y * torch.rand(8, 8)
 
     found = []
-    for function in (forward, lambda x: checkpoint(forward, x)):
-        set_random_seed(7)
+    for function in (forward, lambda x: slapo.checkpoint(forward, x)):
+        slapo.set_random_seed(7)
         x = torch.ones(8, 8, requires_grad=True)
         y = function(x)
         weighted(y).backward()

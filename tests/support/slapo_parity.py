@@ -49,3 +49,28 @@ def compare(model: nn.Module, x: Tensor, write: Callable[[SlapoSchedule], None])
 
 def data(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def lines(text: str) -> Callable[[SlapoSchedule], None]:
+    """Lines of a table, such as "up column; down row; down fwd_post all_reduce".
+
+    After the module: column (weight and bias by outputs, with the sum of the input's gradient), cut (without it), row (weight by
+    inputs), part (both are used on a share of the positions), or what ``sync`` takes: mode, operation, axis.
+    """
+
+    def write(sch: SlapoSchedule) -> None:
+        for line in text.split(";"):
+            name, word, *more = line.split()
+            if word in ("column", "cut"):
+                sch[name].shard(["weight", "bias"], axis=0)
+            if word == "column":
+                sch[name].sync("bwd_post", "all_reduce")
+            elif word == "row":
+                sch[name].shard("weight", axis=1)
+            elif word == "part":
+                for parameter in ("weight", "bias"):
+                    sch[name].annotate(parameter, "replicated_param", True)
+            elif word != "cut":
+                sch[name].sync(word, *more[:1], **({"axis": int(more[1])} if more[1:] else {}))
+
+    return write
