@@ -204,7 +204,7 @@ class Chart:
 
 
 def figure(chart: Chart, *, several: bool) -> Html:
-    """Return the frame of a chart, which the page's script fills; with ``several`` runs a single curve is named, too."""
+    """Return the frame of a chart for the page's script; with ``several`` runs a single curve is named, too."""
     named = len(chart.drawn) > 1 or several
     log = tag(
         "button", "log", type="button", class_="log needs-script", aria_pressed="false",

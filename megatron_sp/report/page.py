@@ -194,15 +194,15 @@ def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
 def comparison(runs: Sequence[RunFiles], now: float) -> Html:
     """Return a table with one row for each run, and losses at the last step that all have logged."""
     common = set.intersection(*(set(run.history.train) for run in runs)) if runs else set()
-    at = max(common, default=None)
+    last = max(common, default=None)
     head = [
-        "run", "state", "steps", "tokens", f"loss at step {at:,}" if at is not None else "last loss", "best validation",
+        "run", "state", "steps", "tokens", "last loss" if last is None else f"loss at step {last:,}", "best validation",
         "tokens/s", "MFU", "peak memory", "interruptions", "skipped",
     ]  # fmt: skip
     rows = []
     for index, run in enumerate(runs):
         f = figures(run)
-        loss = number(run.history.train[at].get("loss")) if at is not None else f.loss
+        loss = number(run.history.train[last].get("loss")) if last is not None else f.loss
         name = tag("th", tag("span", class_=f"swatch c{index % 6} d{index % 6}"), run.name, scope="row")
         rows.append([
             name, pill(state_of(run, now)), f"{f.step:,}", show(f.tokens, "si"), show(loss, "loss"),

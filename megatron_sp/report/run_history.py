@@ -1,4 +1,4 @@
-"""Final curves of a run from its metrics.jsonl, and the steps that resumes have undone."""
+"""Final curves of a run, and steps that resumes have undone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def number(value: Any) -> float:
 
 
 def read_history(path: Path) -> History:
-    """Read a run folder or its metrics.jsonl. Raises DataError: it holds no curve yet."""
+    """Read a run folder or its metrics.jsonl. Raises DataError: no curve yet."""
     records, notes = read_records(path)
     history = History((path if path.is_dir() else path.absolute().parent).resolve().name, notes=notes)
     replay(history, records)
@@ -67,7 +67,7 @@ def read_history(path: Path) -> History:
 
 
 def replay(history: History, records: Iterable[Record]) -> None:
-    """Add records, setting aside what a resume has undone."""
+    """Add records; set aside what a resume has undone."""
     minutes, previous = 0.0, None
     for record in records:
         kind, step, now = record["kind"], record["step"], number(record.get("time"))
@@ -91,7 +91,7 @@ def replay(history: History, records: Iterable[Record]) -> None:
 
 
 def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
-    """Return the starts that followed an interruption."""
+    """Return starts after interruptions."""
     starts: list[Record] = []
     end, reached = -math.inf, 0
     for record in records:
@@ -107,7 +107,7 @@ def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
 
 
 def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
-    """Return running means over ``share`` of the points to either side."""
+    """Return means over ``share`` of the points to either side."""
     reach, count = max(1, round(share * len(values))), len(values)
     finite = [(v, 1) if math.isfinite(v) else (0.0, 0) for v in values]
     sums = list(itertools.accumulate((v for v, _ in finite), initial=0.0))
@@ -131,7 +131,7 @@ def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
 
 
 def are_equal(taken: Iterable[Record]) -> bool:
-    """Return whether the records of a step are bit-identical."""
+    """Return whether records of a step are bit-identical."""
     names = ("loss_hex", "grad_norm_hex", "samples_sha")
     return len({tuple(str(record.get(name)) for name in names) for record in taken}) == 1
 

@@ -148,18 +148,18 @@ def merged(spans: Sequence[Span], columns: int = 1200) -> list[Span]:
         first = min(int((span.begin - begin) / width), columns - 1) if width > 0 else 0
         last = min(max(math.ceil((span.end - begin) / width), first + 1), columns) if width > 0 else 1
         for cell in range(first, last):
-            there = cells[cell]
-            if there is None or rank[span.kind] > rank[there.kind]:
+            shown = cells[cell]
+            if shown is None or rank[span.kind] > rank[shown.kind]:
                 cells[cell] = span
     out: list[Span] = []
-    for cell, there in enumerate(cells):
-        if there is None:
+    for cell, shown in enumerate(cells):
+        if shown is None:
             continue
         left, right = begin + cell * width, begin + (cell + 1) * width
-        if out and out[-1].kind == there.kind and abs(out[-1].end - left) < width / 2:
-            out[-1] = Span(there.kind, out[-1].begin, right, there.step)
+        if out and out[-1].kind == shown.kind and abs(out[-1].end - left) < width / 2:
+            out[-1] = Span(shown.kind, out[-1].begin, right, shown.step)
         else:
-            out.append(Span(there.kind, left, right, there.step))
+            out.append(Span(shown.kind, left, right, shown.step))
     return out
 
 

@@ -152,9 +152,9 @@ def register_primitive() -> Callable[[_P], _P]:
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, Callable[..., Any]]:
-    own = {name: getattr(SlapoSchedule, name) for name in BUILT_IN}
-    found = own | {name: cls.apply for name, cls in PRIMITIVES.items()}
-    return list(found) if name_only else found
+    built_in = {name: getattr(SlapoSchedule, name) for name in BUILT_IN}
+    known = built_in | {name: cls.apply for name, cls in PRIMITIVES.items()}
+    return list(known) if name_only else known
 
 
 def _method_of(module: nn.Module) -> type[ShardMethod]:
@@ -249,9 +249,9 @@ class SlapoSchedule:
             raise ConfigError(
                 f"{full!r} may name several modules: Slapo's spelling takes one; schedule()[{full!r}] takes them all"
             )
-        (found,) = expand(self.schedule.model, full)
+        (full_path,) = expand(self.schedule.model, full)
         parent = self if "." not in path else self[path.rpartition(".")[0]]
-        return SlapoSchedule(self.schedule, found, parent=parent)
+        return SlapoSchedule(self.schedule, full_path, parent=parent)
 
     def __contains__(self, path: object) -> bool:
         return any(name == path for name, _ in self.mod.named_modules() if name)
@@ -574,9 +574,9 @@ class Verify:
         return copied
 
     def _batch(self) -> dict[str, Any]:
-        given = self.inputs
-        if not isinstance(given, dict):
-            values = list(given) if isinstance(given, (list, tuple)) else [given]
+        inputs = self.inputs
+        if not isinstance(inputs, dict):
+            values = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
             parameters = inspect.signature(self.whole.forward).parameters.values()
             names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
             if len(names) < len(values):
@@ -584,9 +584,9 @@ class Verify:
                     f"Verify has {len(values)} inputs, and {type(self.whole).__name__}.forward names"
                     f" {', '.join(names) or 'none'}: give a dict by name, or a model that names its inputs"
                 )
-            given = dict(zip(names, values, strict=False))
-        batch = dict(given)
-        for name, value in given.items():
+            inputs = dict(zip(names, values, strict=False))
+        batch = dict(inputs)
+        for name, value in inputs.items():
             if isinstance(value, Tensor):
                 moved = value.detach().clone().to(value.device if self.device is None else self.device)
                 batch[name] = broadcast(moved, self.sch.group).requires_grad_(value.requires_grad)

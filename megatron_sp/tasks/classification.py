@@ -100,28 +100,28 @@ class Classification:
     @torch.no_grad()
     def _classified_here(self, run: Run) -> Tensor:
         # int64 [examples]: the predicted classes of the examples that this rank reports, 0 for all others
-        found = torch.zeros(len(self.valid), dtype=torch.int64)
+        classes = torch.zeros(len(self.valid), dtype=torch.int64)
         sizes, groups, dataset = run.plan.batches, run.context.groups, run.data.datasets.valid
         model, weights = run.parts.model, run.parts.weights
         assert isinstance(dataset, ClassificationDataset)
-        each = sizes.evaluation // (sizes.micro_batch_size * sizes.dp_size)
+        num_micro_batches = sizes.evaluation // (sizes.micro_batch_size * sizes.dp_size)
         model.eval()
         ranks: Any = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size}
         with BatchLoader(dataset, micro_batch_size=sizes.micro_batch_size, **ranks) as loader:
             for start in range(0, len(dataset), sizes.evaluation):
                 run.context.watchdog.beat(f"classification, example {start}")
-                batches = loader.step(start, each)
+                batches = loader.step(start, num_micro_batches)
                 weights.start_step(len(batches), model.unit_order(backward=False))  # type: ignore[operator]
                 events = UnitWork(weights, None)
                 for batch in batches:
-                    real, there = batch["weight"] > 0, on_device(batch, groups.device)
+                    real, moved = batch["weight"] > 0, on_device(batch, groups.device)
                     kernel = run.attention.kernel.name
-                    state = micro_batch_context(there, seed=0, step=0, drops=False, kernel=kernel, causal=False)
-                    given = (there[name] for name in ("tokens", "types", "label", "weight"))
-                    logits = model(*given, state, events).logits
+                    state = micro_batch_context(moved, seed=0, step=0, drops=False, kernel=kernel, causal=False)
+                    inputs = (moved[name] for name in ("tokens", "types", "label", "weight"))
+                    logits = model(*inputs, state, events).logits
                     if logits is not None and groups.tp_rank == 0:  # on the one cp and sp rank that has [CLS]
-                        found[batch["sample_ids"][real]] = logits.argmax(1).cpu()[real]
-        return found
+                        classes[batch["sample_ids"][real]] = logits.argmax(1).cpu()[real]
+        return classes
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:

@@ -28,7 +28,7 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def shape_of(folder: str) -> dict[str, int]:
-    """Return the shape that a config.json has in the names that most classes use. Raises ConfigError: it is invalid."""
+    """Return the shape in a config.json, by the names that most classes use. Raises ConfigError: it is invalid."""
     path = Path(folder) / "config.json"
     try:
         entries: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def shape_in(configuration: Any) -> dict[str, int]:
 
 
 def contradictions(config: Config, shape: dict[str, int], folder: str) -> Iterator[str]:
-    """Yield a message for each flag that says something of the model, which is the folder's."""
+    """Yield a message for each flag that contradicts a folder."""
     if config.preset is not None:
         yield f"--preset {config.preset}: the model is that of --model {folder}: leave one of the two out"
     for (group, name), where in config.given.items():

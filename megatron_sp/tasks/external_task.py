@@ -110,10 +110,10 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
     products = count_products(model)  # as long as it is whole
     s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group, cp=layout.cp.group))
     write(s, layout.tp.seq)
-    said = {d.do for d in s.directives}  # a plan may set more of the options
-    if "ulysses" not in said and (layout.sp.size > 1 or "context" not in said):
+    kinds_of_lines = {d.do for d in s.directives}  # a plan may set more of the options
+    if "ulysses" not in kinds_of_lines and (layout.sp.size > 1 or "context" not in kinds_of_lines):
         s.ulysses(overlap_qkv=layout.mode == "split-qkv")
-    if "context" not in said and layout.cp.size > 1:
+    if "context" not in kinds_of_lines and layout.cp.size > 1:
         chunks: dict[str, Any] = {} if layout.cp_chunks is None else {"chunks": layout.cp_chunks}
         s.context(stages_ahead=layout.cp.stages_ahead, keep_kv=layout.cp.keep_kv, **chunks)
     s.apply()
@@ -212,14 +212,14 @@ def count_products(model: nn.Module) -> float:
     number = next((n for name in _NUM_EXPERTS if isinstance(n := getattr(text, name, None), int) and n), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or number
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = 0.0
+    products = 0.0
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in tables:
-            found += parameter.numel() * (chosen / number if ".experts." in name and number else 1.0)
+            products += parameter.numel() * (chosen / number if ".experts." in name and number else 1.0)
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None and id(head.weight) in tables:  # tied
-        found += head.weight.numel()
-    return found
+        products += head.weight.numel()
+    return products
 
 
 class ExternalModel(nn.Module):

@@ -1,4 +1,4 @@
-"""Model of a local folder with transformers' config.json and, optionally, weights; no code in it is run."""
+"""Model of a local folder with transformers' config.json and, optionally, weights; none of its code is run."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def configuration_of(folder: str) -> Any:
 
 
 def whole_shape_of(folder: str) -> dict[str, int]:
-    """Return the shape of a folder's model, asking transformers for what its file does not name as most do."""
+    """Return the shape of a folder's model, also where its file has unusual names."""
     shape = shape_in(configuration_of(folder)) | shape_of(folder)
     # without attention: a head for each channel, so that no rule speaks of heads before the model itself is looked at
     return {"num_attention_heads": shape["hidden_size"]} | shape if "hidden_size" in shape else shape
@@ -131,8 +131,8 @@ def whole_shape_of(folder: str) -> dict[str, int]:
 
 def _in_a_line(error: Exception) -> str:
     # of an error that names a wrong entry, the lines below say what is wrong with it
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said[:500] or type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text[:500] or type(error).__name__
 
 
 def _dropout_rates(shape: Any) -> Iterator[tuple[Any, str, float]]:
@@ -149,7 +149,7 @@ def _rate(shape: Any, flag: str) -> float:
 
 
 def _problems(shape: Any, config: Config, folder: str) -> Iterator[str]:
-    """Take the shape that transformers makes of a config.json; yield a message for each flag that does not fit it."""
+    """Take transformers' shape of a config.json; yield a message for each flag that does not fit it."""
     # flags beside entries of the file have been compared already, and a class may count otherwise than its file: one
     # entry for pairs of layers
     stored, model = shape_of(folder), config.model

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from megatron_sp.schedule.schedule import Schedule
 
 
-def show(found: Survey, *, every: bool = False) -> str:
+def show(seen: Survey, *, every: bool = False) -> str:
     """Return the tree as text; with ``every``, also modules that no line affects."""
-    share = f" ({100 * found.local / found.whole:.0f} %)" if found.whole else ""
-    parameters = f"{found.local:,} of {found.whole:,} parameters on a rank{share}"
-    lines = [f"{found.root.kind} over {found.mesh}: {_num_lines(found)}, {parameters}", ""]
+    share = f" ({100 * seen.local / seen.whole:.0f} %)" if seen.whole else ""
+    parameters = f"{seen.local:,} of {seen.whole:,} parameters on a rank{share}"
+    lines = [f"{seen.root.kind} over {seen.mesh}: {_num_lines(seen)}, {parameters}", ""]
     rows: list[tuple[str, str, str, str]] = []  # name, class, role, one fact; only a module's first row has its name
 
     def add(node: Node, depth: int) -> None:
@@ -37,7 +37,7 @@ def show(found: Survey, *, every: bool = False) -> str:
                 add(child, depth)
                 walk(child, depth + 1)
 
-    root = found.root.folded()
+    root = seen.root.folded()
     if root.parts or root.edges or root.notes:
         add(root, 0)
     walk(root, 0)
@@ -45,13 +45,13 @@ def show(found: Survey, *, every: bool = False) -> str:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append("  ".join([*cells, row[3]]).rstrip())
-    if found.problem:
-        lines += ["", f"apply() refuses it: {found.problem}"]
+    if seen.problem:
+        lines += ["", f"apply() refuses it: {seen.problem}"]
     return "\n".join(lines)
 
 
-def _num_lines(found: Survey) -> str:
-    count = len(found.directives)
+def _num_lines(seen: Survey) -> str:
+    count = len(seen.directives)
     return f"{count:,} line{'' if count == 1 else 's'}"
 
 
@@ -73,16 +73,16 @@ def edge_words(edge: Edge) -> str:
     return f"{edge.side} {edge.tensor}".strip() + f": {edge.words}{over}"
 
 
-def explain(found: Survey, path: str) -> str:
+def explain(seen: Survey, path: str) -> str:
     """Return all that is known of one module as text, with the reason of each collective."""
-    node = found.at(path)
+    node = seen.at(path)
     article = "an" if node.kind[:1] in "AEIO" else "a"
     lines = [f"{path or 'the model'}, {article} {node.kind}{f': {node.role}' if node.role else ''}"]
     for part in node.parts:
         lines.append(f"  {part_words(part)}")
         if part.dim is not None:
             places = " and ".join(f"{start} to {start + length}" for start, length in part.runs) or "none"
-            lines.append(f"    rank {found.rank} of {found.size} has {places} along dim {part.dim}")
+            lines.append(f"    rank {seen.rank} of {seen.size} has {places} along dim {part.dim}")
         elif part.summed:
             lines.append(
                 "    every rank has all of it and uses it on a share: the sum of their gradients is the whole one"
@@ -91,7 +91,7 @@ def explain(found: Survey, path: str) -> str:
         lines.append(f"  {edge.side} {edge.tensor}".rstrip() + f": {edge.words}, over {edge.axis}")
         lines += [f"    because {edge.why}", f"    asked for by {_line_words(edge.directive)}"]
     lines += [f"  {note}" for note in node.notes]
-    for outer in found.root.walk():
+    for outer in seen.root.walk():
         if outer.path != path and (not outer.path or path.startswith(f"{outer.path}.")):
             where = f"  around it, {outer.path or 'the model'}: "
             lines += [f"{where}{edge.side} {edge.tensor}".rstrip() + f": {edge.words}" for edge in outer.edges]
@@ -104,7 +104,7 @@ def _line_words(line: Directive) -> str:
     return f"{line}{f' at {line.where}' if line.where else ''}"
 
 
-def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
+def as_record(seen: Survey, path: str | None = None) -> dict[str, Any]:
     """Return everything, or one module, as a JSON-serialisable dict."""
 
     def record(node: Node) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
         }  # fmt: skip
 
     if path is not None:
-        return record(found.at(path))
+        return record(seen.at(path))
     return {
-        "mesh": found.mesh, "rank": found.rank, "tp": found.size, "parameters": found.whole,
-        "parameters_per_rank": found.local,
-        "lines": [{"line": str(d), "where": d.where} for d in found.directives], "problem": found.problem or None,
-        "model": record(found.root),
+        "mesh": seen.mesh, "rank": seen.rank, "tp": seen.size, "parameters": seen.whole,
+        "parameters_per_rank": seen.local,
+        "lines": [{"line": str(d), "where": d.where} for d in seen.directives], "problem": seen.problem or None,
+        "model": record(seen.root),
     }  # fmt: skip
 
 
@@ -164,9 +164,9 @@ def diff(before: Schedule, after: Schedule) -> Difference:
 
 
 def _facts(schedule: Schedule) -> dict[str, str]:
-    found = survey(schedule)
-    facts = {"mesh": found.mesh}
-    for node in found.root.walk():
+    seen = survey(schedule)
+    facts = {"mesh": seen.mesh}
+    for node in seen.root.walk():
         path = node.path or "the model"
         for part in node.parts:
             facts[f"{node.path}.{part.name}".lstrip(".")] = part_words(part).partition(" ")[2]
@@ -183,54 +183,54 @@ _LEGEND = (("own", "this rank's share"), ("other", "other ranks' shares"), ("who
            ("summed", "whole on every rank, gradient summed over tp"))  # fmt: skip
 
 
-def write_picture(found: Survey, path: str | Path) -> None:
+def write_picture(seen: Survey, path: str | Path) -> None:
     """Write the page. Raises DiskError: it cannot be written."""
     try:
-        write_output(path, page(found))
+        write_output(path, page(seen))
     except OSError as error:
         raise DiskError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def page(found: Survey) -> str:
+def page(seen: Survey) -> str:
     """Return the page as HTML."""
-    title = f"{found.root.kind} over {found.mesh}"
-    share = f"{found.local:,} of {found.whole:,} parameters on rank {found.rank} of tp {found.size}"
+    title = f"{seen.root.kind} over {seen.mesh}"
+    share = f"{seen.local:,} of {seen.whole:,} parameters on rank {seen.rank} of tp {seen.size}"
     legend = [tag("span", tag("i", style=f"background:var(--{key})"), words) for key, words in _LEGEND]
-    root = found.root.folded()
+    root = seen.root.folded()
     tops = [root] if root.parts or root.edges or root.notes else [c for c in root.children if not _is_quiet(c)]
     body = [
         tag("h1", title),
-        tag("p", f"{_num_lines(found)}; {share}", class_="lead"),
-        tag("p", f"apply() refuses it: {found.problem}", class_="bad") if found.problem else None,
+        tag("p", f"{_num_lines(seen)}; {share}", class_="lead"),
+        tag("p", f"apply() refuses it: {seen.problem}", class_="bad") if seen.problem else None,
         tag("p", legend, class_="legend"),
-        [_module(node, found) for node in tops],
+        [_module(node, seen) for node in tops],
         tag("h2", "Lines"),
-        tag("ol", [tag("li", tag("code", _line_words(d))) for d in found.directives]),
+        tag("ol", [tag("li", tag("code", _line_words(d))) for d in seen.directives]),
     ]
     style = (Path(__file__).parent / "picture.css").read_text(encoding="utf-8")
     return markup.page(title, style, tag("main", body))
 
 
-def _module(node: Node, found: Survey) -> Html:
+def _module(node: Node, seen: Survey) -> Html:
     head = [tag("span", node.name or "the model", class_="name"), Html(" "), tag("span", node.kind, class_="kind")]
     if node.role:
         head += [Html(" "), tag("span", node.role, class_="role")]
     if len(node.paths) > 1:
         head += [Html(" "), tag("span", f"{len(node.paths)} alike", class_="times")]
     before, after = ([_edge(e) for e in node.edges if e.side == side] for side in ("in", "out"))
-    facts = [before, [_part(p, found) for p in node.parts], [tag("p", note, class_="note") for note in node.notes]]
-    if children := [_module(child, found) for child in node.children if not _is_quiet(child)]:
+    facts = [before, [_part(p, seen) for p in node.parts], [tag("p", note, class_="note") for note in node.notes]]
+    if children := [_module(child, seen) for child in node.children if not _is_quiet(child)]:
         return tag("details", tag("summary", head), facts, children, after, open=True)
     return tag("div", head, facts, after, class_="leaf")
 
 
-def _part(part: Part, found: Survey) -> Html:
+def _part(part: Part, seen: Survey) -> Html:
     # a segment for each rank's share, in the order of the whole parameter; of a parameter with blocks, block by block
     if part.dim is None:
         shares = [tag("b", class_="summed" if part.summed else "whole")]
     else:
-        size = min(found.size, _MOST_BARS)
-        own = found.rank * size // found.size
+        size = min(seen.size, _MOST_BARS)
+        own = seen.rank * size // seen.size
         block = [tag("b", class_="own" if rank == own else None) for rank in range(size)]
         shares = block * max(1, len(part.runs))
     down = " down" if part.dim == 0 and len(part.shape) > 1 else ""

@@ -20,14 +20,14 @@ from megatron_sp.utils.errors import ConfigError
 
 def as_said(directives: list[Directive]) -> list[Directive]:
     """Return the lines without what was measured, which ``Directive.derived`` marks."""
-    said = []
+    written = []
     for line in directives:
         if line.derived and line.do != "rng":
             args = {name: value for name, value in line.args.items() if name not in line.derived}
             line = replace(line, args=args, derived=())
         if not line.derived:
-            said.append(line)
-    return said
+            written.append(line)
+    return written
 
 
 def with_adjoints(directives: list[Directive], adjoints: Mapping[int, str]) -> list[Directive]:

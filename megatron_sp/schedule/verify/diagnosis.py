@@ -158,27 +158,27 @@ class Diagnosis:
 
     # what a tensor is
 
-    def _compare(self, made: Tensor, whole: Tensor, what: str, path: str) -> _Relation:
-        reference, by_tp, by_positions = self._own_part(made, whole)
+    def _compare(self, local: Tensor, whole: Tensor, what: str, path: str) -> _Relation:
+        reference, by_tp, by_positions = self._own_part(local, whole)
         if not self._all(reference is not None):
             return _Relation("cut")
         assert reference is not None
         tp = self.mesh.tp.size()
         if what == "gradient" and not by_positions:  # each rank has the part of its rows and positions
-            made = made / self.mesh.dp.size()
+            local = local / self.mesh.dp.size()
             for group in self.mesh.replicas:
-                all_reduce(made, group)
+                all_reduce(local, group)
         is_close = partial(self._is_close, reference, float(whole.abs().max()) if whole.numel() else 0.0)
-        if is_close(made):
+        if is_close(local):
             return _Relation("share" if by_tp or by_positions else "same")
         for axis in ("tp", "sp", "cp"):
             group = self.mesh.group(axis)
-            if group.size() > 1 and is_close(all_reduce(made.clone(memory_format=torch.contiguous_format), group)):
+            if group.size() > 1 and is_close(all_reduce(local.clone(memory_format=torch.contiguous_format), group)):
                 return _Relation("partial", axis)
         bias = self.whole.get_submodule(path)._parameters.get("bias") if what == "output" and not by_tp else None
-        if bias is not None and made.shape[-1:] == bias.shape and is_close(made - (tp - 1) * bias.detach()):
+        if bias is not None and local.shape[-1:] == bias.shape and is_close(local - (tp - 1) * bias.detach()):
             return _Relation("bias")
-        if (factor := self._factor(made, reference)) and is_close(made / factor):
+        if (factor := self._factor(local, reference)) and is_close(local / factor):
             return _Relation("multiple", factor=factor)
         return _Relation("cut" if by_tp else "other")  # a layer may have several shares, one after another
 
@@ -186,28 +186,28 @@ class Diagnosis:
         error = float((x - reference).abs().max()) if x.numel() else 0.0
         return self._all(error <= self.tolerance * scale + 1e-290)
 
-    def _factor(self, made: Tensor, reference: Tensor) -> float:
+    def _factor(self, local: Tensor, reference: Tensor) -> float:
         # the whole number, or the inverse of one, that a tensor seems to be times its reference on all ranks; 0: none
         squares = float(reference.double().square().sum())
-        ratio = float((made.double() * reference).sum()) / squares if squares else 0.0
+        ratio = float((local.double() * reference).sum()) / squares if squares else 0.0
         large, small = round(max(ratio, 0.0)), round(1 / ratio) if ratio > 1e-3 else 0
         whole = float(large) if large > 1 else 1 / small if small > 1 else 0.0
         least = -float(self._everywhere(torch.tensor(-whole, dtype=torch.float64), "max"))
         return whole if self._all(whole == least and abs(ratio - whole) < 1e-3 * whole) else 0.0
 
-    def _own_part(self, made: Tensor, whole: Tensor) -> tuple[Tensor | None, bool, bool]:
+    def _own_part(self, local: Tensor, whole: Tensor) -> tuple[Tensor | None, bool, bool]:
         # the part of the whole tensor that would be this rank's; whether it is cut over tp, and by positions
         by_tp = by_positions = False
         cut, tp = getattr(self.applied.ulysses, "cut", None), self.mesh.tp
-        for dim in range(whole.ndim if made.ndim == whole.ndim else 0):
-            if made.shape[dim] == whole.shape[dim]:
+        for dim in range(whole.ndim if local.ndim == whole.ndim else 0):
+            if local.shape[dim] == whole.shape[dim]:
                 continue
-            local = () if cut is None or whole.shape[dim] != cut.length else (cut.local, cut.local // tp.size())
-            if made.shape[dim] in local:
+            shares = () if cut is None or whole.shape[dim] != cut.length else (cut.local, cut.local // tp.size())
+            if local.shape[dim] in shares:
                 whole, by_positions = cut.take(whole, dim), True  # type: ignore[union-attr]
-            if made.shape[dim] * tp.size() == whole.shape[dim]:
+            if local.shape[dim] * tp.size() == whole.shape[dim]:
                 whole, by_tp = whole.chunk(tp.size(), dim)[tp.rank()], tp.size() > 1
-        return (whole if made.shape == whole.shape else None), by_tp, by_positions
+        return (whole if local.shape == whole.shape else None), by_tp, by_positions
 
     def _everywhere(self, x: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
         x = x.to(next(self.whole.parameters()).device)
@@ -253,17 +253,17 @@ class Diagnosis:
 
     def _other_share(self, edge: Edge, shape: list[int], place: str) -> str:
         # what to say of a share with which something wrong was computed at ``place``
-        made, size = list(edge.value.shape), self.mesh.tp.size()
-        told = f"{edge.place}: its {edge.side} is {made} of {shape} on each rank, and, as {place} shows,"
-        if len(made) == len(shape) and not any(n * size == m for n, m in zip(made, shape, strict=True)):
-            return f"{told} no share of that: it is cut twice, or not where it should be (E10)"
+        local, size = list(edge.value.shape), self.mesh.tp.size()
+        start = f"{edge.place}: its {edge.side} is {local} of {shape} on each rank, and, as {place} shows,"
+        if len(local) == len(shape) and not any(n * size == m for n, m in zip(local, shape, strict=True)):
+            return f"{start} no share of that: it is cut twice, or not where it should be (E10)"
         if edge.side == "output" and not self._splits(edge.path):
             why = "the module computes with the length, or the places, of a share"
-            return f"{told} not the whole model's numbers: {why} (E11)"
+            return f"{start} not the whole model's numbers: {why} (E11)"
         fused = f", {self._last_split}, " if self._last_split else " "
         numbers = self._numbers(edge.path.rpartition(".")[0])
         return (
-            f"{told} other elements than one rank after another would have: give the parts of a fused layer{fused}with"
+            f"{start} other elements than one rank after another would have: give the parts of a fused layer{fused}with"
             f" blocks=, or another axis to cut along (E8, E10){numbers}"
         )
 
@@ -339,12 +339,12 @@ class Diagnosis:
                 )
             factor = self._factor(local, whole)
             if factor and is_close(local / factor):
-                told = f"{name}: its gradient is {_times(factor)} the reference:"
+                start = f"{name}: its gradient is {_times(factor)} the reference:"
                 if factor < 1:
-                    return f"{told} it is divided, or some ranks' parts are not summed"
+                    return f"{start} it is divided, or some ranks' parts are not summed"
                 where = ", ".join(d.where for d in self.lines if d.do in ("sum_gradients", "sequence"))
                 lines = f" (lines at {where})" if where else ""
-                return f"{told} all ranks have the same, and it is summed{lines}: leave that out (E5)"
+                return f"{start} all ranks have the same, and it is summed{lines}: leave that out (E5)"
         why = "ranks use other rows of it than they have"
         return f"{name}: its gradient differs, and that of what is computed with it does not: {why}"
 
@@ -361,30 +361,32 @@ class Diagnosis:
             other = next((i for i in reversed(range(len(both))) if shapes[i] != shapes[-1]), None)
             if other is None:
                 return numbers.removeprefix("; ")
-            told = " and ".join(f"the {both[i].side} of {both[i].place} is {shapes[i]}" for i in (other, -1))
-            return f"sizes do not fit: {told}: cut both alike, or make both whole (E10){numbers}"
+            sizes = " and ".join(f"the {both[i].side} of {both[i].place} is {shapes[i]}" for i in (other, -1))
+            return f"sizes do not fit: {sizes}: cut both alike, or make both whole (E10){numbers}"
         if not entered or not entered[0].value.ndim:
             return ""
         edge, lines, size = entered[0], self._splits(path), self.mesh.tp.size()
-        made, before = list(edge.value.shape), expected[edge.key]
+        local, whole_shape = list(edge.value.shape), expected[edge.key]
         where = f"{lines[0].do} at {lines[0].where}" if lines else ""
-        if made == before:
+        if local == whole_shape:
             if not lines:
                 return numbers.removeprefix("; ")
             return (
-                f"its input {edge.name} is whole, {made}, and the module takes a share ({where}): split the layer"
+                f"its input {edge.name} is whole, {local}, and the module takes a share ({where}): split the layer"
                 f" before it by its outputs (.column()), or add s[{path!r}].sync('fwd_pre', 'scatter', axis=-1) (E10)"
             )
-        axis = next((dim - len(made) for dim, (n, m) in enumerate(zip(made, before, strict=False)) if n != m), -1)
-        share = f", a share of one in {size}" if made[axis] * size == before[axis] else ""
+        axis = next(
+            (dim - len(local) for dim, (n, m) in enumerate(zip(local, whole_shape, strict=False)) if n != m), -1
+        )
+        share = f", a share of one in {size}" if local[axis] * size == whole_shape[axis] else ""
         ways = ".row() takes shares"
         if axis == -1 and not lines:
             ways = "split it too (.row())"
         elif axis != -1 and lines:
             ways = "cut another axis"
         return (
-            f"its input {edge.name} is {made} of {before}{share}, and the module{f' ({where})' if lines else ''} takes"
-            f" all of it: {ways}, or add s[{path!r}].sync('fwd_pre', 'all_gather', axis={axis}) (E10)"
+            f"its input {edge.name} is {local} of {whole_shape}{share}, and the module{f' ({where})' if lines else ''}"
+            f" takes all of it: {ways}, or add s[{path!r}].sync('fwd_pre', 'all_gather', axis={axis}) (E10)"
         )
 
 

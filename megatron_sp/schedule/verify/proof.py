@@ -48,21 +48,21 @@ def measure(
     dtype: torch.dtype = torch.float64, loss: LossOf | None = None,
 ) -> tuple[Verdict, list[Directive]]:  # fmt: skip
     """Verify a schedule as ``verify`` does; return the verdict, and the lines with measured adjoints and rng lines."""
-    said = as_said(directives)
-    verdict = verify(model, said, mesh, seq_dim, batch, dtype=dtype, loss=loss)
+    written = as_said(directives)
+    verdict = verify(model, written, mesh, seq_dim, batch, dtype=dtype, loss=loss)
     if not verdict.ok:
         return verdict, directives
-    lines = with_adjoints(said, verdict.adjoints)
+    lines = with_adjoints(written, verdict.adjoints)
     if not draws(model) or mesh.tp.size() == mesh.sp.size() == mesh.cp.size() == 1:
         return verdict, lines
     # dropout is on here, in training mode: the model may be evaluating now, and train later
     dropping_copy = copy.deepcopy(model).train().to(dtype)
     one_expert_at_a_time(dropping_copy)
-    own = [d for d in lines if d.do not in ("zero", "rng", "checkpoint")]
-    for i, line in enumerate(own):
+    its_lines = [d for d in lines if d.do not in ("zero", "rng", "checkpoint")]
+    for i, line in enumerate(its_lines):
         if isinstance(new := line.args.get("new"), nn.Module):
-            own[i] = replace(line, args={**line.args, "new": copy.deepcopy(new)})
-    apply(dropping_copy, own, mesh, seq_dim, rules=False)
+            its_lines[i] = replace(line, args={**line.args, "new": copy.deepcopy(new)})
+    apply(dropping_copy, its_lines, mesh, seq_dim, rules=False)
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), Draws(dropping_copy, mesh) as found:
         torch.manual_seed(_SEED)  # what all ranks have is the same on them if they draw the same
@@ -81,22 +81,22 @@ def prove(
         ConfigError: the lines are impossible, the split model fails, or something is open and cannot be measured.
         NumericsError: the split model computes something else.
     """
-    said = as_said(directives)
-    decide(model, said, mesh, seq_dim)
-    mixes_rows = any(d.args.get("over") == "dp" for d in said)
+    written = as_said(directives)
+    decide(model, written, mesh, seq_dim)
+    mixes_rows = any(d.args.get("over") == "dp" for d in written)
     splits = mixes_rows or max(mesh.tp.size(), mesh.sp.size(), mesh.cp.size()) > 1
-    if not splits or mesh.is_imagined or all(d.do in ("zero", "checkpoint", "annotate") for d in said):
-        return said
+    if not splits or mesh.is_imagined or all(d.do in ("zero", "checkpoint", "annotate") for d in written):
+        return written
     reason = "lines about dp mix rows of different ranks, and verify() gives all of them the same"
     if not mixes_rows:
         reason = f"{type(model).__name__} is large, and no small copy of it can be made"
-        for make, is_own in _candidates(model, said):
+        for make, is_own in _candidates(model, written):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_SEED)
                 try:
                     small = _ready(make(), mesh)
-                    own = said if is_own else _lines_for(small, model, said)
-                    decide(small, own, mesh, seq_dim)
+                    its_lines = written if is_own else _lines_for(small, model, written)
+                    decide(small, its_lines, mesh, seq_dim)
                     data = batch if batch is not None and is_own else example(small, mesh)
                 except Exception as error:  # a configuration that cannot be so small, or lines about other layers
                     reason = str(error)
@@ -108,7 +108,7 @@ def prove(
                 device = next(small.parameters()).device
                 data = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in data.items()}
                 try:
-                    verdict, lines = measure(small, own, mesh, seq_dim, data)
+                    verdict, lines = measure(small, its_lines, mesh, seq_dim, data)
                 except ReportedError:
                     raise
                 except Exception as error:
@@ -116,21 +116,21 @@ def prove(
                     continue
             if not verdict.ok:
                 raise NumericsError(str(verdict))
-            return lines if is_own else _lines_from(lines, said)
-    _require_said(model, said, mesh, reason)
+            return lines if is_own else _lines_from(lines, written)
+    _require_said(model, written, mesh, reason)
     if mesh.tp.rank() == mesh.dp_sp.rank() == 0:
         warnings.warn(
             f"apply(): the lines are not verified ({reason}); apply(verify=False) says that this is meant", stacklevel=4
         )
-    return said
+    return written
 
 
 def _candidates(model: nn.Module, lines: list[Directive]) -> Iterator[tuple[Callable[[], nn.Module], bool]]:
     # functions that make a small model, and whether it is a copy of the model itself
     size = sum(p.numel() for p in model.parameters())
-    own = (lambda: copy.deepcopy(model)), True
+    itself = (lambda: copy.deepcopy(model)), True
     if size <= _SMALL:
-        yield own
+        yield itself
         return
     # lines about sizes that a narrow copy does not have
     with_blocks = any(isinstance(d.args.get("blocks"), (list, tuple)) for d in lines)
@@ -139,7 +139,7 @@ def _candidates(model: nn.Module, lines: list[Directive]) -> Iterator[tuple[Call
         yield (lambda: narrow(model, layers=4)), False  # where layers differ, one in four is often of another kind
         yield (lambda: narrow(model, layers=None)), False
     if size <= _LARGE:
-        yield own
+        yield itself
 
 
 def _ready(model: nn.Module, mesh: Mesh) -> nn.Module:
@@ -178,19 +178,19 @@ def _lines_for(small: nn.Module, model: nn.Module, lines: list[Directive]) -> li
                 text = f"{path}.{min(number, last)}{text[match.end() :]}"
         return text
 
-    own = []
+    moved_lines = []
     for line in lines:
         with suppress(KeyError):
             args = {name: moved(v) if isinstance(v, str) else v for name, v in line.args.items()}
-            own.append(replace(line, on=moved(line.on), args=args))
-    return own
+            moved_lines.append(replace(line, on=moved(line.on), args=args))
+    return moved_lines
 
 
-def _lines_from(measured: list[Directive], said: list[Directive]) -> list[Directive]:
+def _lines_from(measured: list[Directive], written: list[Directive]) -> list[Directive]:
     grads = {(_INDEX.sub(r"\1*", d.on), d.where): d.args["grad"] for d in measured if "grad" in d.derived}
-    adjoints = {i: grads.get((_INDEX.sub(r"\1*", d.on), d.where), "") for i, d in enumerate(said) if is_open(d)}
+    adjoints = {i: grads.get((_INDEX.sub(r"\1*", d.on), d.where), "") for i, d in enumerate(written) if is_open(d)}
     drawn = [replace(d, on=_INDEX.sub(r"\1*", d.on)) for d in measured if d.do == "rng" and d.derived]
-    return [*with_adjoints(said, adjoints), *{(d.on, d.args["axis"]): d for d in drawn}.values()]
+    return [*with_adjoints(written, adjoints), *{(d.on, d.args["axis"]): d for d in drawn}.values()]
 
 
 # small models of transformers, and their inputs
@@ -281,20 +281,20 @@ def example(
 # what cannot be measured
 
 
-def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: str) -> None:
+def _require_said(model: nn.Module, written: list[Directive], mesh: Mesh, reason: str) -> None:
     open_points = [
         f"all_gather at {d.on or 'the model'} ({d.where}): give grad='reduce_scatter' if the ranks use the result"
         " differently (a split layer), or grad='slice' if alike"
-        for d in said
+        for d in written
         if is_open(d) and mesh.group(d.args.get("over", "tp")).size() > 1
     ]
-    cuts = any(d.do in ("ulysses", "context") or d.args.get("over") == "sp" for d in said)
+    cuts = any(d.do in ("ulysses", "context") or d.args.get("over") == "sp" for d in written)
     cuts = cuts and max(mesh.sp.size(), mesh.cp.size()) > 1
     for path in dropping(model):
         place = f"dropout at {path or 'the model'}"
-        if mesh.tp.size() > 1 and not says_random(model, said, path, "tp"):
+        if mesh.tp.size() > 1 and not says_random(model, written, path, "tp"):
             open_points.append(f"{place}: use .rng('tp') if it works on what is split there, else .rng('same')")
-        if cuts and not says_random(model, said, path, "sp"):
+        if cuts and not says_random(model, written, path, "sp"):
             open_points.append(f"{place}: use .rng('sp'), for each rank has other positions there")
     if open_points:
         more = [f"... and {len(open_points) - 6} more"] if len(open_points) > 6 else []

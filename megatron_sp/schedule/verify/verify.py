@@ -114,13 +114,13 @@ def verify(
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     loss, is_same_model = loss or default_loss, whole is None
     whole, split = (deterministic_copy(each, dtype) for each in (model if whole is None else whole, model))
-    own, adjoints = measuring(directives)
+    lines, adjoints = measuring(directives)
     for i, line in enumerate(
-        own
+        lines
     ):  # modules that lines bring would be split here, and again when the schedule is applied
         if isinstance(new := line.args.get("new"), nn.Module):
-            own[i] = replace(line, args={**line.args, "new": deterministic_copy(new, dtype)})
-    applied = apply(split, own, mesh, seq_dim, rules=False)
+            lines[i] = replace(line, args={**line.args, "new": deterministic_copy(new, dtype)})
+    applied = apply(split, lines, mesh, seq_dim, rules=False)
     # on a GPU a recomputation runs in a thread of the device, which no mode reaches, so casts to float32 may stay
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     tolerance = TOLERANCE.get(dtype, 1e-2) if on_cpu else max(TOLERANCE.get(dtype, 1e-2), TOLERANCE[torch.float32])
@@ -131,25 +131,25 @@ def verify(
     with Float64Mode() if dtype is torch.float64 else nullcontext(), WithoutDropout():
         expected = run_whole()
         try:
-            made = run_split()
+            split_pass = run_split()
         except (ReportedError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise _explained_failure(error, diagnosis, run_whole, run_split) from error
         applied.finish_backward()
-        for grad in made.inputs.values():  # each rank has the gradients of its positions or its part
+        for grad in split_pass.inputs.values():  # each rank has the gradients of its positions or its part
             for group in mesh.replicas:
                 all_reduce(grad, group)
         for name, tensor in expected.outputs.items():
-            own_tensor, shapes = made.outputs.get(name), ""
-            if own_tensor is None:
+            local, shapes = split_pass.outputs.get(name), ""
+            if local is None:
                 shapes = "missing"
-            elif own_tensor.shape != tensor.shape:
-                shapes = f"{list(own_tensor.shape)} on this rank, {list(tensor.shape)} in the whole model"
-            verdict.rows.append(Comparison(name, "output", _worst(own_tensor, tensor, 0.0, mesh), shapes))
-        verdict.rows.append(Comparison("loss", "loss", _worst(made.loss, expected.loss, 0.0, mesh)))
+            elif local.shape != tensor.shape:
+                shapes = f"{list(local.shape)} on this rank, {list(tensor.shape)} in the whole model"
+            verdict.rows.append(Comparison(name, "output", _worst(local, tensor, 0.0, mesh), shapes))
+        verdict.rows.append(Comparison("loss", "loss", _worst(split_pass.loss, expected.loss, 0.0, mesh)))
         for name, grad in expected.inputs.items():
-            verdict.rows.append(Comparison(name, "input gradient", _worst(made.inputs[name], grad, 0.0, mesh)))
+            verdict.rows.append(Comparison(name, "input gradient", _worst(split_pass.inputs[name], grad, 0.0, mesh)))
         verdict.rows += _compare_gradients(whole, applied, mesh, is_same_model)
         verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
         verdict.adjoints = {i: adjoint.decided(directives[i]) for i, adjoint in adjoints.items()}
@@ -200,18 +200,18 @@ def _compare_gradients(whole: nn.Module, applied: Applied, mesh: Mesh, is_same_m
         is_other = not is_same_model and shapes.get(name) != applied.specs[name].shape
         if is_other or (name not in expected and name not in gradients):
             continue
-        made = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
-        reference = expected.get(name, torch.zeros_like(made))
-        rows.append(Comparison(name, "gradient", _worst(made, reference, scale, mesh)))
+        gradient = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
+        reference = expected.get(name, torch.zeros_like(gradient))
+        rows.append(Comparison(name, "gradient", _worst(gradient, reference, scale, mesh)))
     return rows
 
 
-def _worst(made: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> float:
+def _worst(local: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> float:
     # the largest error on any rank
     error = float("inf")
-    if made is not None and made.shape == expected.shape:
+    if local is not None and local.shape == expected.shape:
         zero = expected.new_zeros(())
-        difference = (made - expected).abs().max() if made.numel() else zero
+        difference = (local - expected).abs().max() if local.numel() else zero
         largest = expected.abs().max() if expected.numel() else zero
         error = float(difference / (largest + 1e-3 * scale + 1e-300))
     worst = torch.tensor(error if error == error else float("inf"), dtype=torch.float64, device=expected.device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.schedule import Mesh, PathError, Schedule, load, schedule
 from megatron_sp.schedule.report.show import as_record, page
 from megatron_sp.schedule.report.survey import survey
@@ -135,6 +136,12 @@ def test_costs_are_the_bytes_of_rings() -> None:
     assert price.activations > 3 * whole and "sent by a rank in a step" in str(price)
     with pytest.raises(ConfigError, match="cost\\(4, 2048\\)"):
         toy().cost(3)
+    s = toy()
+    s["last"].sync("fwd_post", lambda x, group: all_reduce(x.clone(), group))
+    s["blocks.*"].checkpoint()
+    found = {(p.path, p.words): (p.calls, p.forward, p.backward) for p in s.cost(rows, tokens).places}
+    assert found["last", "a function of the schedule's writer over tp"] == (1, 2 * half * whole, 0.0)
+    assert found["blocks.*.down", "computed again, and sent again"] == (3, 0.0, 3 * 2 * half * whole)
 
 
 def test_a_picture_escapes_everything() -> None:
