@@ -13,7 +13,7 @@ from torch.nn.modules import module as hooks_of_modules
 
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group
-from megatron_sp.schedule.apply.splits import names_of
+from megatron_sp.schedule.apply.plan import names_of
 from megatron_sp.utils.errors import ConfigError
 
 Init = bool | Callable[..., Any] | None

@@ -24,9 +24,8 @@ import yaml
 from torch import nn
 
 from megatron_sp.ops import availability
-from megatron_sp.schedule.core.directives import Directive, PathError, expand, is_plain
+from megatron_sp.schedule.core.directives import AXES_OF_LINES, Directive, PathError, expand
 from megatron_sp.schedule.core.hooks import MODES, OPS
-from megatron_sp.schedule.core.mesh import OF_LINES
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.files import read_text
 from megatron_sp.utils.output_file import write_output
@@ -65,14 +64,14 @@ _NEEDED = {
     "sequence": ("leave",), "rng": ("axis",), "ulysses": ("axis",), "context": ("axis",), "zero": ("stage",),
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": OF_LINES, "divide": OF_LINES, "input": ("copy", "prepared"),
-    "reduce": ("all_reduce", "reduce_scatter"),
+    "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": AXES_OF_LINES, "divide": AXES_OF_LINES,
+    "input": ("copy", "prepared"), "reduce": ("all_reduce", "reduce_scatter"),
 }  # fmt: skip
 
 
 def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_dim: int) -> None:
     """Write a schedule file."""
-    refused = [f"{d} ({d.where})" for d in directives if d.needs_code]
+    refused = [f"{d} ({d.where})" for d in directives if not is_plain(d.args)]
     if refused:
         raise ConfigError(
             f"{path} is not written, for it cannot hold what is code: {'; '.join(refused)}. Save before these lines, and add them in code"
@@ -182,6 +181,15 @@ _NAMES = {
     object: "a value",
 }
 _LISTS_OF_NAMES = ("names", "inputs")
+
+
+def is_plain(value: Any) -> bool:
+    # whether a value is a JSON value
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _mapping(value: Any, where: str, what: str) -> dict[str, Any]:

@@ -22,11 +22,9 @@ from torch import nn
 
 from megatron_sp.schedule import plan_file
 from megatron_sp.schedule.apply.applied import Applied
-from megatron_sp.schedule.apply.apply import apply
-from megatron_sp.schedule.apply.decide import decide
-from megatron_sp.schedule.apply.ulysses_options import require_known, require_known_of_context
-from megatron_sp.schedule.core.directives import Directive, caller, expand
-from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.apply.apply import apply, decide
+from megatron_sp.schedule.apply.ulysses import OPTIONS, require_known, require_known_of_context
+from megatron_sp.schedule.core.directives import Directive, Mesh, caller, expand
 from megatron_sp.schedule.report import show as text
 from megatron_sp.schedule.report.cost import Cost, cost
 from megatron_sp.schedule.report.show import Difference, diff, write_picture
@@ -92,7 +90,7 @@ class Schedule:
             Raises:
                 ConfigError: an unknown option.
         """
-        require_known(options)
+        require_known("ulysses", options, OPTIONS)
         self.add("", "ulysses", axis=axis, **{"overlap_qkv": False, "pad": True, **options})
         return self
 

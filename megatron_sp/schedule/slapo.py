@@ -31,14 +31,13 @@ from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group, world_group
 from megatron_sp.parallel.regions import all_to_all, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
 from megatron_sp.schedule.apply.applied import Applied
-from megatron_sp.schedule.apply.decide import decide
+from megatron_sp.schedule.apply.apply import decide
 from megatron_sp.schedule.apply.guards import whole_or_not_at_all
+from megatron_sp.schedule.apply.plan import names_of, tensor_of
 from megatron_sp.schedule.apply.randomness import Streams
-from megatron_sp.schedule.apply.splits import names_of, tensor_of
-from megatron_sp.schedule.core.directives import Directive, expand
+from megatron_sp.schedule.core.directives import Directive, Mesh, expand
 from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.schedule.core.kinds import find_kind, knows
-from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.empty_weights import Init, settle_weights
 from megatron_sp.schedule.empty_weights import init_empty_weights as init_empty_weights  # a name of Slapo's, too
 from megatron_sp.schedule.schedule import Schedule

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.parallel import context_parallel
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.schedule import Mesh, Schedule, presets, schedule
 from megatron_sp.schedule.apply.context import Context
 from megatron_sp.utils.errors import ConfigError, NumericsError
@@ -230,8 +231,8 @@ def check_refused() -> None:
 def check_broken() -> None:
     """What makes the results wrong turns up."""
     for owner, name, instead, make in (
-        (Context, "_real_tokens", lambda *_: (8,), MODELS["bert"][0]),
-        (Context, "_recognised", lambda *_: (True, None), MODELS["bert"][0]),
+        (Context, "_row_mask", lambda _, length, causal, window: RowMask(length, causal, window), MODELS["bert"][0]),
+        (Context, "recognise", lambda *_: (True, None), MODELS["bert"][0]),
         (context_parallel, "_add_arrived", lambda pass_, d_kv, returning: returning and returning[1].wait() is None, llama),
     ):
         with pytest.MonkeyPatch.context() as patch:

@@ -285,8 +285,6 @@ def without_a_sync() -> None:
     s.directives = [d for d in s.directives if not (d.on == "stages.*.*.gate_up" and d.do == "sync")]
     verdict = verify(s.model, s.directives, s.mesh, 0, images())
     assert "gradient stages.0.0.norms.second" in str(verdict) and "stages.1.0.gate_up: the gradients of its input" in verdict.why
-    with pytest.raises(ConfigError, match=r"stages.0.0.gate_up is split .* no line sums it.*E6"):  # as apply() says without a run
-        s.verify(images())
 
 
 def test_a_missing_sum_is_found(tmp_path: Path) -> None:

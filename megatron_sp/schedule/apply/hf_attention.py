@@ -1,26 +1,52 @@
-"""Wrapper around the attention of transformers models, which they all look up in one table.
+"""Exchanges around the attention of transformers models, which they all look up in one table, and before it.
 
 A model's attention calls ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and looks up
 the one that makes its mask in ``ALL_MASK_ATTENTION_FUNCTIONS``. Modules of a model that is split over sp get those
 functions with exchanges around them, and masks of whole sequences; all other models get the originals. transformers is
 not imported here: whoever has such a model has imported it.
+
+With ``overlap_qkv``, the exchange of q, k and v starts as soon as each has been projected:
+
+    before:  q = x Wq    k = x Wk    v = x Wv    rotate    [ exchange q, k, v ]    attention
+    now:     q = x Wq    k = x Wk    v = x Wv    rotate    [ what is left of v ]   attention
+                   [ exchange q          ][ exchange k ]
+
+Backward likewise: the exchanges of the gradients of v, k and q start together, and the gradients of v's projection are
+computed during those of the others.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.parallel.early_exchange import EarlyExchange
+from megatron_sp.schedule.apply.sequences import Heads
+from megatron_sp.schedule.core.hooks import tensors_of
+from megatron_sp.utils.errors import ConfigError
 
 _WRAPPED = "_megatron_sp_wrapped"
 _OPERANDS = ("query", "key", "value", "attention_mask")
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+_WORDS = {"q": "queries", "k": "keys", "v": "values"}
+# the same numbers in another shape
+_MOVES = {
+    "view", "reshape", "transpose", "permute", "contiguous", "unflatten", "flatten", "unsqueeze", "squeeze", "expand", "detach",
+    "swapaxes", "movedim", "clone", "T", "mT",
+}  # fmt: skip
 
 
 class Exchanges(Protocol):
@@ -35,8 +61,9 @@ class Exchanges(Protocol):
         """Return a mask for it."""
 
 
-_SPLIT: WeakKeyDictionary[nn.Module, Exchanges] = WeakKeyDictionary()
-_RUNNING: ContextVar[Exchanges | None] = ContextVar("model in its forward pass", default=None)
+EXCHANGES: WeakKeyDictionary[nn.Module, Exchanges] = WeakKeyDictionary()  # of the modules of split models
+# those of the model in its forward pass, for which masks are made; they have no module to tell whose they are
+RUNNING: ContextVar[Exchanges | None] = ContextVar("model in its forward pass", default=None)
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -45,73 +72,36 @@ def is_hugging_face(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def looks_up_attention(model: nn.Module) -> bool:
-    """Return whether any module looks its attention up in that table; if none does, the attention cannot be wrapped."""
-    files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
-
-
 def take_over(model: nn.Module, exchanges: Exchanges) -> None:
     """Route all attention inside this model through ``exchanges``."""
-    attention, masks = sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]
-    _wrap_attention(attention.ALL_ATTENTION_FUNCTIONS)
-    _wrap_masks(masks.ALL_MASK_ATTENTION_FUNCTIONS)
-    for module in model.modules():
-        _SPLIT[module] = exchanges
+    table = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    masks = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
+    look_up = table.get_interface
 
-
-def exchanges_of(modules: list[nn.Module]) -> list[Exchanges | None]:
-    """Return the exchanges that the attention of each module goes through at present."""
-    return [_SPLIT.get(module) for module in modules]
-
-
-def put_back(modules: list[nn.Module], exchanges: list[Exchanges | None]) -> None:
-    """Restore the exchanges that modules had before ``take_over``."""
-    for module, before in zip(modules, exchanges, strict=True):
-        if before is None:
-            _SPLIT.pop(module, None)
-        else:
-            _SPLIT[module] = before
-
-
-def running(exchanges: Exchanges | None) -> None:
-    """Set the exchanges of the model whose forward pass begins (None: it has ended), for which masks are made."""
-    _RUNNING.set(exchanges)
-
-
-def _wrap_attention(table: Any) -> None:
-    original = table.get_interface
-    if getattr(original, _WRAPPED, False):
-        return
-
-    @wraps(original)
     def get_interface(*args: Any, **kwargs: Any) -> Any:
-        return partial(_attend, original(*args, **kwargs))
+        return partial(_attend, look_up(*args, **kwargs))
 
-    setattr(get_interface, _WRAPPED, True)
-    table.get_interface = get_interface
+    if not getattr(look_up, _WRAPPED, False):
+        table.get_interface = wraps(look_up)(get_interface)
+        setattr(table.get_interface, _WRAPPED, True)
+    for key in list(masks):
+        if not getattr(masks[key], _WRAPPED, False):
+            masks[key] = wraps(masks[key])(partial(_mask, masks[key]))
+            setattr(masks[key], _WRAPPED, True)
+    for module in model.modules():
+        EXCHANGES[module] = exchanges
 
 
 def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    exchanges = _SPLIT.get(module)
+    exchanges = EXCHANGES.get(module)
     if exchanges is None:
         return function(module, *args, **kwargs)
     named = [kwargs.pop(name, None) for name in _OPERANDS[len(args) :]]  # some models pass the mask by its name
     return exchanges.attend(function, module, *args, *named, **kwargs)
 
 
-def _wrap_masks(table: Any) -> None:
-    for key in list(table):
-        original = table[key]
-        if getattr(original, _WRAPPED, False):
-            continue
-        wrapped = wraps(original)(partial(_mask, original))
-        setattr(wrapped, _WRAPPED, True)
-        table[key] = wrapped
-
-
 def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    exchanges = _RUNNING.get()
+    exchanges = RUNNING.get()
     return function(*args, **kwargs) if exchanges is None or args else exchanges.mask(function, **kwargs)
 
 
@@ -119,19 +109,18 @@ def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def one_sequence_a_row() -> Iterator[None]:
     """Disable what transformers finds out from the values of whole rows: packed sequences (positions that restart) and padding."""
     masking, models = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.modeling_utils")
-    places = (
+    places: tuple[tuple[Any, str, Callable[..., None]], ...] = (
         (masking, "find_packed_sequence_indices", lambda position_ids: None),
         (getattr(models, "PreTrainedModel", None), "warn_if_padding_and_no_attention_mask", lambda *_: None),
     )
-    before = [
-        (holder, name, getattr(holder, name), instead) for holder, name, instead in places if hasattr(holder, name)
-    ]
-    for holder, name, _, instead in before:
-        setattr(holder, name, instead)
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in places if hasattr(holder, name)]
+    for holder, name, instead in places:
+        if hasattr(holder, name):
+            setattr(holder, name, instead)
     try:
         yield
     finally:
-        for holder, name, looks, _ in before:
+        for holder, name, looks in before:
             setattr(holder, name, looks)
 
 
@@ -139,8 +128,187 @@ def global_positions(model: nn.Module, first: Tensor, mask: Tensor | None) -> Te
     """Return the position ids of a whole sequence."""
     counter: Any = next((m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
     if counter is not None and first.ndim == 2:
-        made: Tensor = counter.create_position_ids_from_input_ids(first, counter.padding_idx)
-        return made
+        return counter.create_position_ids_from_input_ids(first, counter.padding_idx)  # type: ignore[no-any-return]
     if getattr(getattr(model, "config", None), "model_type", "") == "opt" and mask is not None and mask.ndim == 2:
         return mask.long().cumsum(1) * mask.long() - 1
     return torch.arange(first.shape[1], device=first.device)[None]
+
+
+class OpTrace(TorchFunctionMode):
+    """Trace of what one module does to q, k and v in a pass: ``begin`` with what it projects, ``require`` with what its attention gets.
+
+    Models differ: OPT scales its queries there, OLMo clips, Cohere 2 and SmolLM 3 rotate in some layers only, and their
+    names do not show it. So the torch functions applied to q, k and v are recorded, and must be those that are applied
+    before an early exchange. Each module is recorded once: what it does does not depend on values.
+    """
+
+    def __init__(self, path: str, where: str) -> None:
+        super().__init__()
+        self.path, self.where = path, where
+        self._steps: Any = WeakIdKeyDictionary()  # tensor -> what has been done to it
+        self._own: dict[str, Counter[str]] = {}
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Start recording what is done to a tensor."""
+        self._steps[x] = Counter()
+        return x
+
+    def sent(self, part: str, x: Tensor) -> None:
+        """Record what was done to the tensor exchanged in place of q, k or v; the module must do the same."""
+        self._own[part] = self._steps.get(x, Counter())
+
+    def require(self, *qkv: Tensor) -> None:
+        """Raise ConfigError if the module does something else to q, k or v before its attention gets them."""
+        for part, x in zip("qkv", qkv, strict=True):
+            steps, own, word = self._steps.get(x), self._own.get(part, Counter()), _WORDS[part]
+            if steps is None:
+                self._refuse(f"does what cannot be followed to its {word}")
+            if more := steps - own:
+                self._refuse(f"does this to its {word}, and no exchange may start before that: {', '.join(more)}")
+            if own - steps:
+                self._refuse(f"does not rotate its {word}, though it is given angles (position_embeddings)")
+
+    def _refuse(self, what: str) -> NoReturn:
+        between = f"between projections and attention {self.path} {what}"
+        raise ConfigError(f"overlap_qkv: {between}; leave overlap_qkv out ({self.where})")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        results = [t for t in tensors_of(result).values() if t.is_floating_point()]
+        operands = list(tensors_of([*args, kwargs]).values())
+        from_qkv = [self._steps[t] for t in operands if t in self._steps]
+        if not results or not from_qkv:
+            return result
+        steps: Counter[str] = sum(from_qkv, Counter())
+        name = func.__name__ if func.__name__ != "__get__" else getattr(func.__self__, "__name__", "")
+        name = name.strip("_")
+        same_dtype = name in ("to", "type_as", "float") and results[0].dtype == operands[0].dtype
+        if name not in _MOVES and not same_dtype:
+            # the function, with the numbers passed to it
+            numbers = [x for x in (*args, *kwargs.values()) if not tensors_of(x)]
+            words = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in numbers]
+            learned = ["a parameter"] if any(isinstance(t, nn.Parameter) for t in operands) else []
+            steps = steps + Counter([" ".join([name, *words, *learned])])
+        for t in results:
+            self._steps[t] = steps
+        return result
+
+
+class EarlyExchanges:
+    """Early exchanges of all attention modules of a transformers model that project q, k and v separately.
+
+    The projections hand the module a stand-in of one head, because what it does between them and the attention
+    (reshape, rotate) is done here already, on all heads: by transformers' own ``apply_rotary_pos_emb``, with the
+    cosines and sines that the module was given. The first pass of each module verifies that it does this and nothing
+    else (``OpTrace``).
+
+    Args:
+        group: the sp ranks.
+        where: file and line that asked for it.
+        only_looks: exchange nothing, only check whether exchanges could start early.
+    Raises:
+        ConfigError: there are no such modules, or one does something to q or k that is not known here.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, where: str, *, only_looks: bool = False) -> None:
+        self.group, self.where, self.only_looks = group, where, only_looks
+        # running modules that have not reached their attention
+        self._traces: WeakKeyDictionary[nn.Module, OpTrace] = WeakKeyDictionary()
+        self._verified: WeakSet[nn.Module] = WeakSet()
+        self._flights: WeakKeyDictionary[nn.Module, dict[str, tuple[EarlyExchange, Tensor]]] = WeakKeyDictionary()
+        for path, module in model.named_modules():
+            for names in _PROJECTIONS:
+                if all(isinstance(getattr(module, name, None), nn.Module) for name in names):
+                    self._wrap(path, module, names)
+                    break
+        if not self._flights:
+            either = " / ".join(_PROJECTIONS[0]), " / ".join(_PROJECTIONS[1])
+            has = f"has no separate projections of q, k and v ({', or '.join(either)})"
+            nothing = "so there is nothing to exchange early: leave overlap_qkv out"
+            raise ConfigError(f"overlap_qkv: {type(model).__name__} {has}, {nothing} ({where})")
+
+    def handles(self, module: nn.Module) -> bool:
+        """Return whether the inputs of this module's attention are stand-ins."""
+        return module in self._flights and not self.only_looks
+
+    def require_same(self, module: nn.Module, *qkv: Tensor) -> None:
+        """Check at attention what was done to q, k and v. Raises ConfigError if it is not what is done here."""
+        trace = self._end(module)
+        if trace is not None:
+            trace.require(*qkv)
+            self._verified.add(module)
+
+    def _end(self, module: nn.Module) -> OpTrace | None:
+        trace = self._traces.pop(module, None)
+        if trace is not None:
+            trace.__exit__(None, None, None)
+        return trace
+
+    def land(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Return q, k and v of some heads and all positions, padding included: [b, n/sp, s, d]."""
+        flights, self._flights[module] = self._flights[module], {}
+        if len(flights) != 3:
+            what = f"{', '.join(flights) or 'nothing'} of q, k, v on its way"
+            raise RuntimeError(f"{type(module).__name__} reached its attention with {what}")
+        landed = (flight.land(token) for flight, token in (flights[part] for part in "qkv"))
+        return tuple(rearrange(x, "ranks b s m d -> b m (ranks s) d") for x in landed)
+
+    def _wrap(self, path: str, module: nn.Module, names: tuple[str, ...]) -> None:
+        norms = [name for name, _ in module.named_children() if "norm" in name.lower()]
+        size = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+        if norms or not isinstance(size, int):
+            between = "between its projections and its attention, which has to come before an exchange"
+            what = f"has {', '.join(norms)} {between}" if norms else "does not say how wide its heads are (head_dim)"
+            raise ConfigError(f"overlap_qkv: {path} {what}: leave overlap_qkv out ({self.where})")
+        self._flights[module] = {}
+        current: dict[str, Any] = {}  # of this pass: the angles, and the number of query heads
+        heads = Heads(self.group, 1, 2, path)
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            current.update(angles=kwargs.get("position_embeddings"), queries=0)
+            self._end(module)
+            # a function mode cannot be compiled
+            if module not in self._verified and not torch.compiler.is_compiling():
+                self._traces[module] = OpTrace(path, self.where).__enter__()
+
+        def launch(part: str, _: nn.Module, args: Any, y: Tensor) -> Tensor:
+            x = y.unflatten(-1, (-1, size))  # [b, s/sp, n, d]
+            current["queries"] = x.shape[2] if part == "q" else current["queries"]
+            if not current["queries"]:
+                order = "its keys before its queries, which tell how many heads there are"
+                raise ConfigError(f"overlap_qkv: {path} projects {order}: leave overlap_qkv out ({self.where})")
+            trace, angles = self._traces.get(module), current["angles"]
+            if trace is not None:
+                trace.begin(x)
+            sent = x if part == "v" or angles is None else self._rotated(path, module, x, angles)
+            if trace is not None:
+                trace.sent(part, sent)
+            if self.only_looks:
+                return y if trace is None else trace.begin(y)
+            sent = heads.spread(sent, current["queries"])
+            # [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]; torch's own functions, as ``OpTrace`` records them
+            by_rank = sent.unflatten(2, (self.group.size(), -1)).movedim(2, 0).contiguous()
+            flight = EarlyExchange(self.group)
+            self._flights[module][part] = flight, flight.launch(by_rank)
+            stand_in = x[:, :, 0].detach()
+            return stand_in if trace is None else trace.begin(stand_in)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        # also if the module fails before its attention
+        module.register_forward_hook(lambda *_: self._end(module) and None, always_call=True)
+        for part, name in zip("qkv", names, strict=True):
+            getattr(module, name).register_forward_hook(partial(launch, part))
+
+    def _rotated(self, path: str, module: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        # rotate [b, s/sp, n, d] as the module would do it. Raises ConfigError if it is not known how
+        rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        heads = x.transpose(1, 2)
+        try:
+            if rotate is None:
+                raise RuntimeError("its file has no apply_rotary_pos_emb")
+            rotated: Tensor = rotate(heads, heads[:, :1], *angles)[0]
+        except RuntimeError as error:  # for instance if only a part of each head is rotated
+            how = f"it is not known how {path} ({type(module).__name__}) rotates its heads ({error})"
+            raise ConfigError(f"overlap_qkv: {how}: leave overlap_qkv out ({self.where})") from None
+        return rotated.transpose(1, 2)

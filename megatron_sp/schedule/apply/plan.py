@@ -1,199 +1,28 @@
-"""Plan of a split: which parameters are split, and along which dims. Made from the whole model, and checked, before anything changes."""
+"""Which parameters are split, along which dims and into which rows of each rank; planned and checked on the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.schedule.apply.splits import (
-    Split,
-    SplitRequest,
-    cannot,
-    check_tied,
-    collect,
-    make_split,
-    names_of,
-    tensor_of,
-)
-from megatron_sp.schedule.core.directives import Directive, expand
-from megatron_sp.schedule.core.kinds import Kind, computes_as_known, find_kind, kind_of
-from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.comm.shard_spec import ShardSpec, Sum
+from megatron_sp.schedule.core.directives import Directive, Mesh, expand
+from megatron_sp.schedule.core.kinds import Kind, find_kind, kind_of
 from megatron_sp.utils.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """The parameters that are split, and what follows for their layers."""
-
-    splits: dict[str, Split]  # by name, under all names of tied parameters
-    hooked: frozenset[int]  # modules with hooks of the user's, by identity
-
-    def is_split(self, path: str, name: str, dim: int) -> bool:
-        split = self.splits.get(joined(path, name))
-        return split is not None and split.dim == dim
-
-    def by_outputs(self, path: str, kind: Kind) -> bool:
-        """Return whether a layer is split by its outputs (columns)."""
-        return self.is_split(path, kind.main, kind.out_dims.get(kind.main, -1))
-
-    def by_inputs(self, path: str, kind: Kind) -> bool:
-        """Return whether a layer is split by its inputs (rows)."""
-        return self.is_split(path, kind.main, kind.in_dims.get(kind.main, -1))
-
-    def sums_itself(self, path: str, module: nn.Module) -> bool:
-        """Return whether a layer is split by rows and its forward sums; an embedding leaves the sum to hooks if it has any."""
-        kind = find_kind(module)
-        leaves_it = isinstance(module, nn.Embedding) and id(module) in self.hooked
-        return kind is not None and not leaves_it and self.by_inputs(path, kind)
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """Facts about the model before it is split."""
-
-    shapes: dict[str, tuple[int, ...]]  # of all parameters, and of the buffers that are split, by name
-    # attributes that count what is split (groups, channels), by (id of the module, attribute)
-    counts: dict[tuple[int, str], int]
-
-    @classmethod
-    def of(cls, model: nn.Module, plan: SplitPlan) -> WholeModel:
-        """Record the shapes and counts of a model before it is split."""
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in plan.splits}
-        kinds = [(module, find_kind(module)) for module in model.modules()]
-        counts = {(id(m), name): getattr(m, name) for m, kind in kinds if kind is not None for name in kind.divided}
-        return cls(shapes, counts)
-
-
-def plan_splits(job: ApplyJob) -> SplitPlan:
-    """Plan the splits that lines ask for."""
-    splits = collect(list(_requested(job)))
-    _extend_to_aliases(job.model, splits)
-    check_tied(job.model, splits)
-    plan = SplitPlan(splits, frozenset(id(module) for _, _, module in job.each("hook")))
-    _check_biases(job.model, plan)
-    _check_layers(job, plan)
-    return plan
-
-
-def sync_args(job: ApplyJob, plan: SplitPlan, line: Directive, path: str, module: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a sync; after an embedding split by words, which has summed already, reduce_scatter becomes scatter."""
-    args = line.args
-    if (
-        args["mode"] != "fwd_post"
-        or not isinstance(module, nn.Embedding)
-        or job.tp_size == 1
-        or not plan.sums_itself(path, module)
-    ):
-        return args
-    if args["op"] == "all_gather":
-        raise ConfigError(
-            f"{path} is split by its words: each rank looks up those it has, and the results are summed; all_gather ({line.where}) would"
-            " repeat them: use all_reduce, or split axis 1 (E5)"
-        )
-    return {**args, "op": "scatter"} if args["op"] == "reduce_scatter" else args
-
-
-def _requested(job: ApplyJob) -> Iterator[Split]:
-    for line, path, module in job.each("shard", "column", "row", "vocab_parallel"):
-        if line.do == "shard":
-            yield _split_of(job, path, module, line.args["tensor"], _request(line, line.args["axis"]))
-        else:
-            yield from _splits_of_layer(job, line, path, module)
-
-
-def _request(line: Directive, axis: int) -> SplitRequest:
-    args = line.args
-    return SplitRequest(
-        axis,
-        args.get("blocks"),
-        args.get("heads"),
-        bool(args.get("replicas")),
-        padded=line.do == "vocab_parallel",
-        where=line.where,
-    )
-
-
-def _splits_of_layer(job: ApplyJob, line: Directive, path: str, module: nn.Module) -> Iterator[Split]:
-    kind = kind_of(module, path)
-    if kind.main not in module._buffers and module._parameters.get(kind.main) is None:
-        raise ConfigError(no_parameter(path, module, kind.main, line.where))
-    for name, dim in _dims(line, path, module, kind).items():
-        if tensor_of(module, name) is not None:
-            yield _split_of(job, path, module, name, _request(line, dim))
-
-
-def _dims(line: Directive, path: str, module: nn.Module, kind: Kind) -> dict[str, int]:
-    main, is_table = module._parameters.get(kind.main), isinstance(module, nn.Embedding)
-    if line.do == "column":
-        return kind.out_dims
-    if line.do == "row":
-        if kind.product is None:
-            raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split by rows ({line.where})")
-        return kind.in_dims
-    is_head = kind.product is not None and kind.main == "weight" and getattr(main, "ndim", 0) == 2
-    if not is_table and not is_head:
-        name = type(module).__name__
-        raise ConfigError(
-            f"{path} is a {name}: vocab_parallel is for an embedding, or the layer over the vocabulary ({line.where})"
-        )
-    return kind.in_dims if is_table else kind.out_dims
-
-
-def _split_of(job: ApplyJob, path: str, module: nn.Module, name: str, request: SplitRequest) -> Split:
-    parameter = tensor_of(module, name)
-    if parameter is None:
-        raise ConfigError(no_parameter(path, module, name, request.where))
-    require_splittable(path, module, name, request.axis, job.tp_size, request.where)
-    return make_split(joined(path, name), tuple(parameter.shape), request, job.tp_size)
-
-
-def _extend_to_aliases(model: nn.Module, splits: dict[str, Split]) -> None:
-    for names in names_of(model).values():
-        chosen = [splits[name] for name in names if name in splits]
-        for name in names:
-            owner = model.get_submodule(name.rpartition(".")[0])
-            same = any(owner is model.get_submodule(split.name.rpartition(".")[0]) for split in chosen)
-            if chosen and name not in splits and (same or find_kind(owner) is None):
-                splits[name] = replace(chosen[0], name=name)
-
-
-def _check_biases(model: nn.Module, plan: SplitPlan) -> None:
-    for name, split in plan.splits.items():
-        path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
-        kind = find_kind(module)
-        if kind is None or kind.out_dims.get(last) != split.dim:
-            continue
-        for other, dim in kind.out_dims.items():
-            if tensor_of(module, other) is not None and not plan.is_split(path, other, dim):
-                raise ConfigError(
-                    f"{name} is split along its outputs and {joined(path, other)} is not ({split.where}): add"
-                    f' .shard("{other}", axis={dim}), or use .column() (E4)'
-                )
-
-
-def _check_layers(job: ApplyJob, plan: SplitPlan) -> None:
-    heads = {id(module) for _, _, module in job.each("vocab_parallel")}
-    for path, module in job.model.named_modules():
-        kind = find_kind(module)
-        if isinstance(module, nn.Embedding):
-            continue  # a table keeps its own forward, around the lookup
-        if kind is not None and job.tp_size > 1 and (plan.sums_itself(path, module) or id(module) in heads):
-            require_plain(path, module, kind, plan.splits[joined(path, kind.main)].where)
-    for line, path, module in job.each("sync"):
-        sync_args(job, plan, line, path, module)
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ApplyJob:
-    """Input of all phases."""
+    """Input of all phases of ``apply()``."""
 
     model: nn.Module  # changed in place, phase by phase
     directives: list[Directive]  # the lines, in the order in which they were written
@@ -201,26 +30,201 @@ class ApplyJob:
     seq_dim: int  # the dim of activations that runs over positions
 
     @property
-    def tp(self) -> Group:
-        """Group over which parameters are split."""
-        return self.mesh.tp
-
-    @property
     def tp_size(self) -> int:
         """Number of ranks that parameters are split over."""
         return self.mesh.tp.size()
 
     def each(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:
-        """Yield (line, path, module) for all lines of these kinds; a module with several names once per line, under the first of them."""
-        for directive in self.directives:
-            if directive.do in kinds:
-                found = {path: self.model.get_submodule(path) for path in expand(self.model, directive.on)}
-                first = {id(module): path for path, module in reversed(found.items())}
-                yield from ((directive, path, module) for path, module in found.items() if first[id(module)] == path)
+        """Yield (line, path, module) for all lines of these kinds; a module with several names once, under the first."""
+        for line in self.directives:
+            if line.do in kinds:
+                modules = {path: self.model.get_submodule(path) for path in expand(self.model, line.on)}
+                first = {id(module): path for path, module in reversed(modules.items())}
+                yield from ((line, path, module) for path, module in modules.items() if first[id(module)] == path)
 
     def first_names(self) -> dict[int, str]:
         """Return the first name of each parameter, by identity: tied parameters have several names."""
         return {id(p): name for name, p in self.model.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split of one parameter."""
+
+    name: str  # of the parameter in the model
+    dim: int
+    blocks: Shape | None = None  # sizes of the parts along it, each of which is split evenly; None: it is one part
+    padded: bool = False  # the last ranks may have fewer rows, and are filled up with zeros (vocabularies)
+    where: str = ""  # file and line that asked for it
+    copies: int = 1  # number of consecutive ranks that have the same head, if there are fewer heads than ranks
+
+    def same_as(self, other: Split) -> bool:
+        return replace(self, name="", where="") == replace(other, name="", where="")
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The parameters that are split, and facts about the whole model that the later phases need."""
+
+    splits: dict[str, Split]  # by name, under all names of tied parameters
+    hooked: frozenset[int]  # modules with hooks of the user's, by identity
+    shapes: dict[str, Shape]  # of all whole parameters, and of whole buffers that are split, by name
+    counts: dict[
+        tuple[int, str], int
+    ]  # attributes that count what is split (groups, channels), by (id of module, name)
+
+    def is_split(self, path: str, kind: Kind, dims: Mapping[str, int]) -> bool:
+        """Return whether a layer's main parameter is split by its outputs (``kind.out_dims``) or inputs (``in_dims``)."""
+        split = self.splits.get(joined(path, kind.main))
+        return split is not None and split.dim == dims.get(kind.main, -1)
+
+    def sums_itself(self, path: str, module: nn.Module) -> bool:
+        """Return whether a layer is split by rows and its forward sums; an embedding leaves that to the user's hooks."""
+        kind = find_kind(module)
+        leaves_it = isinstance(module, nn.Embedding) and id(module) in self.hooked
+        return kind is not None and not leaves_it and self.is_split(path, kind, kind.in_dims)
+
+
+def plan_splits(job: ApplyJob) -> SplitPlan:
+    """Plan the splits that lines ask for.
+
+    Raises:
+        ConfigError: no such parameter or dim (E1), parts or heads that the ranks cannot share evenly (E2), a weight
+            without its bias (E4), tied parameters that are treated differently (E9), a parameter split twice (E10).
+    """
+    model, splits = job.model, dict[str, Split]()
+    for line, path, module in job.each("shard", "column", "row", "vocab_parallel"):
+        for split in _splits_of_line(job, line, path, module):
+            before = splits.get(split.name)
+            if before is not None:
+                how = "in the same way" if before.same_as(split) else f"along {before.dim} and along {split.dim}"
+                places = f"at {before.where} and at {split.where}"
+                raise ConfigError(f"{split.name} is split twice, {how}: {places}; leave one out (E10)")
+            splits[split.name] = split
+    for names in names_of(model).values():
+        _treat_alike(model, splits, names)
+    hooked = frozenset(id(module) for _, _, module in job.each("hook"))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in splits}
+    counts: dict[tuple[int, str], int] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        kind = find_kind(module)
+        if kind is None:
+            continue
+        counts |= {(id(module), name): getattr(module, name) for name in kind.divided}
+        outputs = {name: dim for name, dim in kind.out_dims.items() if tensor_of(module, name) is not None}
+        along = [s for name, dim in outputs.items() if (s := splits.get(joined(path, name))) and s.dim == dim]
+        if missing := [n for n in outputs if along and not any(s.name == joined(path, n) for s in along)]:
+            name, other, dim = along[0].name, joined(path, missing[0]), outputs[missing[0]]
+            add = f'.shard("{missing[0]}", axis={dim}), or use .column()'
+            raise ConfigError(
+                f"{name} is split along its outputs and {other} is not ({along[0].where}): add {add} (E4)"
+            )
+    return SplitPlan(splits, hooked, shapes, counts)
+
+
+def _splits_of_line(job: ApplyJob, line: Directive, path: str, module: nn.Module) -> Iterator[Split]:
+    if line.do == "shard":
+        axes = {line.args["tensor"]: line.args["axis"]}
+    else:
+        kind, name, where = kind_of(module, path), type(module).__name__, line.where
+        main, is_table = tensor_of(module, kind.main), isinstance(module, nn.Embedding)
+        if main is None:
+            raise ConfigError(no_parameter(path, module, kind.main, where))
+        if line.do == "row" and kind.product is None:
+            raise ConfigError(f"{path} is a {name}, which cannot be split by rows ({where})")
+        is_head = kind.product is not None and kind.main == "weight" and main.ndim == 2
+        if line.do == "vocab_parallel" and not is_table and not is_head:
+            it_is_for = "vocab_parallel is for an embedding, or the layer over the vocabulary"
+            raise ConfigError(f"{path} is a {name}: {it_is_for} ({where})")
+        axes = kind.in_dims if line.do == "row" or (line.do == "vocab_parallel" and is_table) else kind.out_dims
+        axes = {name: axis for name, axis in axes.items() if tensor_of(module, name) is not None}
+    for name, axis in axes.items():
+        tensor = tensor_of(module, name)
+        if tensor is None:
+            raise ConfigError(no_parameter(path, module, name, line.where))
+        _require_splittable(joined(path, name), path, module, name, axis, job.tp_size, line.where)
+        yield _make_split(joined(path, name), tuple(tensor.shape), axis, line, job.tp_size)
+
+
+def _require_splittable(full: str, path: str, module: nn.Module, name: str, axis: int, size: int, where: str) -> None:
+    tensor, kind, cls = tensor_of(module, name), find_kind(module), type(module).__name__
+    if tensor is not None and is_lazy(tensor):
+        call = "call it with a batch first, then schedule"
+        raise ConfigError(f"{full} has no shape before the model has run: {call} ({where})")
+    if kind is None or tensor is None or not -tensor.ndim <= axis < tensor.ndim:
+        return
+    if kind.refusal is not None:
+        raise ConfigError(f"{path} is a {cls}, which cannot be split: {kind.refusal} ({where})")
+    dim, sides = axis % tensor.ndim, ((kind.out_dims.get(name), "outputs"), (kind.in_dims.get(name), "inputs"))
+    known = {d: what for d, what in sides if d is not None}
+    if known and dim not in known:
+        only = " and ".join(f"{d} ({what})" for d, what in known.items())
+        raise ConfigError(f"{full}: axis {axis} of a {cls} cannot be split, only {only} ({where})")
+    if size == 1:
+        return
+    for attribute in kind.divided:
+        if (count := int(getattr(module, attribute))) % size:
+            raise ConfigError(_cannot(full, attribute, count, size, where))
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        wrong = [] if module.max_norm is None else [f"max_norm={module.max_norm}"]
+        wrong += [option for option in ("scale_grad_by_freq", "sparse") if dim == 0 and getattr(module, option)]
+        if wrong:
+            out = "leave the table whole, or that out"
+            raise ConfigError(f"{full} cannot be split along axis {dim} with {' and '.join(wrong)}: {out} ({where})")
+
+
+def _make_split(name: str, shape: Shape, axis: int, line: Directive, size: int) -> Split:
+    blocks, heads, where = line.args.get("blocks"), line.args.get("heads"), line.where
+    if not -len(shape) <= axis < len(shape):
+        raise ConfigError(f"{name} {list(shape)} has no axis {axis}: it has {len(shape)} ({where})")
+    dim = axis % len(shape)
+    rows = shape[dim]
+    if isinstance(blocks, int) and blocks > rows:  # checked before a list of that length is created
+        raise ConfigError(f"{name} has {rows} rows along the axis, which cannot be {blocks} blocks ({where})")
+    if isinstance(blocks, int):
+        parts = [rows // blocks] * blocks if blocks > 0 else []
+    else:
+        parts = [rows] if blocks is None else list(blocks)
+    if sum(parts) != rows or not parts:
+        raise ConfigError(f"{name} has {rows} rows along the axis, blocks={blocks} makes {sum(parts)} ({where})")
+    if heads is not None and heads < 1:
+        raise ConfigError(f"{name}: heads must be a positive number, not {heads} ({where}, E2)")
+    if line.do == "vocab_parallel":
+        return Split(name, dim, padded=True, where=where)
+    few = heads is not None and bool(line.args.get("replicas")) and heads < size and size % heads == 0
+    copies = size // heads if heads is not None and few else 1  # consecutive ranks with the same head
+    for part in parts:
+        if part % (size // copies):
+            raise ConfigError(_cannot(name, f"axis {dim}", part, size, where))
+        if heads is not None and part % heads:
+            raise ConfigError(f"{name}: axis {dim} ({part}) must be a multiple of heads ({heads}) ({where}, E2)")
+    if heads is not None and heads % (size // copies):
+        raise ConfigError(_cannot(name, "heads", heads, size, where))
+    return Split(name, dim, None if blocks is None else tuple(parts), False, where, copies)
+
+
+def _cannot(name: str, what: str, number: int, size: int, where: str) -> str:
+    works = ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "1 only"
+    return f"{name}: {what} ({number}) must be a multiple of tp ({size}): tp {works} would work ({where}, E2)"
+
+
+def _treat_alike(model: nn.Module, splits: dict[str, Split], names: list[str]) -> None:
+    # split a parameter under all its names. Raises ConfigError: another layer computes with it and is not split so (E9)
+    chosen = [splits[name] for name in names if name in splits]
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    for name in names if chosen else ():
+        computes = find_kind(owners[name]) is not None
+        if name not in splits and (not computes or any(owners[name] is owners[split.name] for split in chosen)):
+            splits[name] = replace(chosen[0], name=name)
+    first = splits.get(names[0])
+    for name in names[1:]:
+        split = splits.get(name)
+        if split is first or (first is not None and split is not None and split.same_as(first)):
+            continue
+        of = {n: f"split along {s.dim}" if s else "not split" for n, s in ((names[0], first), (name, split))}
+        words = f"but {names[0]} is {of[names[0]]} and {name} is {of[name]}: treat both alike"
+        raise ConfigError(f"{names[0]} and {name} are one tied parameter, {words} (E9)")
 
 
 def joined(path: str, name: str) -> str:
@@ -229,95 +233,110 @@ def joined(path: str, name: str) -> str:
 
 
 def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
-    """Return the message for a parameter that a module does not have itself."""
-    found = ", ".join(n for n, p in (*module._parameters.items(), *module._buffers.items()) if p is not None) or "none"
-    has = f"{path or 'the model'} has no parameter {name!r}: it has {found}"
+    """Return the message for a parameter that a module does not have itself, with similar names."""
+    known = [n for named in (module.named_parameters, module.named_buffers) for n, _ in named()]
+    own = [n for n, p in (*module._parameters.items(), *module._buffers.items()) if p is not None]
+    near = difflib.get_close_matches(name, known, 3, 0.4)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     if is_parametrized(module, name):
         by, inside = type(module.parametrizations[name][0]).__name__, f"{path}.parametrizations.{name}".lstrip(".")  # type: ignore[index,union-attr]
-        return (
-            f"{has}; {name} is computed by {by}: shard what it is computed from, in {inside}, if each share of that makes a share of"
-            f" {name}, or leave it whole ({where}, E1)"
-        )
-    return f"{has} ({where}, E1)"
+        hint = f"; {name} is computed by {by}: shard what it is computed from, in {inside},"
+        hint += f" if each share of that makes a share of {name}, or leave it whole"
+    has = f"it has {', '.join(own) or 'none'}{hint}"
+    return f"{path or 'the model'} has no parameter {name!r}: {has} ({where}, E1)"
 
 
-def require_splittable(path: str, module: nn.Module, name: str, axis: int, size: int, where: str) -> None:
-    tensor, kind, full = tensor_of(module, name), find_kind(module), f"{path}.{name}" if path else name
-    if tensor is not None and is_lazy(tensor):
-        raise ConfigError(
-            f"{full} has no shape before the model has run: call it with a batch first, then schedule ({where})"
-        )
-    if kind is None or tensor is None or not -tensor.ndim <= axis < tensor.ndim:
-        return
-    if kind.refusal is not None:
-        raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split: {kind.refusal} ({where})")
-    dim, known = axis % tensor.ndim, {kind.out_dims.get(name), kind.in_dims.get(name)} - {None}
-    if known and dim not in known:
-        sides = (kind.out_dims.get(name), "outputs"), (kind.in_dims.get(name), "inputs")
-        told = " and ".join(f"{d} ({what})" for d, what in sides if d is not None)
-        raise ConfigError(f"{full}: axis {axis} of a {type(module).__name__} cannot be split, only {told} ({where})")
-    if size == 1:
-        return
-    for attribute in kind.divided:
-        if (count := int(getattr(module, attribute))) % size:
-            raise ConfigError(cannot(full, attribute, count, size, where))
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        _require_plain_table(full, module, dim, where)
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter, by identity: tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
-def _require_plain_table(full: str, module: nn.Embedding | nn.EmbeddingBag, dim: int, where: str) -> None:
-    wrong = [] if module.max_norm is None else [f"max_norm={module.max_norm}"]
-    if dim == 0:
-        wrong += [name for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)]
-    if wrong:
-        options = " and ".join(wrong)
-        raise ConfigError(
-            f"{full} cannot be split along axis {dim} with {options}: leave the table whole, or that out ({where})"
-        )
+def tensor_of(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's own parameter or buffer, or None."""
+    parameter = module._parameters.get(name)
+    return module._buffers.get(name) if parameter is None else parameter
 
 
-def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
-    name, extra = (
-        type(module).__name__,
-        [n for n, p in module._parameters.items() if p is not None and n not in (kind.main, "bias")],
-    )
-    way = "split it by its outputs, or leave it whole"
-    if not computes_as_known(module):
-        raise ConfigError(
-            f"{path} is a {name} with a forward of its own, and what that adds must come after the sum over the ranks: {way};"
-            f" if it adds nothing, register_shardable({name}, Kind(..., product=...)) ({where})"
-        )
-    if extra:
-        more = ", ".join(extra)
-        raise ConfigError(
-            f"{path} is a {name} with {more} beside {kind.main} and bias, which has no place after the sum: {way} ({where})"
-        )
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter or buffer of the model."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    tensors: dict[str, Tensor | None] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers  # type: ignore[assignment]
+    tensors[last] = tensor
 
 
-def require_axis(
-    change: Callable[[Tensor], Tensor], axis: int, split: int, path: str, where: str
-) -> Callable[[Tensor], Tensor]:
-    """Wrap ``change`` for a tensor split along ``split``: a call raises ConfigError if it would be joined along another axis (E10)."""
-
-    def checked(x: Tensor) -> Tensor:
-        if -x.ndim <= axis < x.ndim and axis % x.ndim != split % x.ndim:
-            raise ConfigError(
-                f"all_gather at {path}: the result, {list(x.shape)} on each rank, is split along axis {split % x.ndim}, not {axis}"
-                f" ({where}, E10)"
-            )
-        return change(x)
-
-    return checked
+def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
+    """Return a parameter with other contents that is otherwise like the old one, including attributes and hooks."""
+    new = nn.Parameter(part, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    new._backward_hooks = old._backward_hooks  # the same dicts: handles of earlier hooks still remove them
+    if (after := getattr(old, "_post_accumulate_grad_hooks", None)) is not None:
+        new._post_accumulate_grad_hooks = after
+    return new
 
 
-def without_fast_paths(model: nn.Module, changed: set[str]) -> None:
-    """Disable fast paths of torch's transformer layers around changed modules: in inference they pass the weights to one fused kernel."""
-    for path, module in model.named_modules():
-        if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
-            continue
-        if not any(other == path or other.startswith(f"{path}." if path else "") for other in changed):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
+def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
+    """Return this rank's part of a tensor, padded with zeros where ranks must have the same number of rows."""
+    part = spec.take(whole)
+    if split.padded:
+        padding = list(part.shape)
+        padding[split.dim] = -(-whole.shape[split.dim] // size) - part.shape[split.dim]
+        part = torch.cat([part, part.new_zeros(padding)], split.dim)
+    return part.detach().clone(memory_format=torch.contiguous_format)
+
+
+def split_tensors(model: nn.Module, splits: Mapping[str, Split], group: Group) -> None:
+    """Replace each split parameter, under all its names, and each split buffer by this rank's part."""
+
+    def part_of(name: str, whole: Tensor) -> Tensor:
+        return take(whole, _spec(splits[name], tuple(whole.shape), group), splits[name], group.size())
+
+    for names in names_of(model).values():
+        if names[0] in splits:
+            old = model.get_parameter(names[0])
+            new = replaced(old, part_of(names[0], old.detach()))
+            for name in names:
+                put(model, name, new)
+    for name, buffer in list(model.named_buffers()):
+        if name in splits:
+            put(model, name, part_of(name, buffer))
+
+
+def shard_specs(
+    model: nn.Module, plan: SplitPlan, partial: Collection[str], group: Group
+) -> dict[str, ShardSpec]:  # fmt: skip
+    """Return where the parameters, and the split buffers, of this rank lie in the whole ones, by first name.
+
+    Args:
+        partial: names of parameters that every rank has whole, and whose gradients are partial sums.
+    """
+    specs = {}
+    buffers = [name for name, _ in model.named_buffers() if name in plan.splits]
+    for name in (*(name for name, _ in model.named_parameters()), *buffers):
+        if (split := plan.splits.get(name)) is not None:
+            specs[name] = _spec(split, plan.shapes[name], group)
         else:
-            module.use_nested_tensor = False
+            specs[name] = ShardSpec.whole(plan.shapes[name], group.rank(), group.size(), summed=name in partial)
+    return specs
+
+
+def _spec(split: Split, shape: Shape, group: Group) -> ShardSpec:
+    size, rank, rows = group.size(), group.rank(), shape[split.dim]
+    if split.padded:
+        each = -(-rows // size)
+        first = min(rows, rank * each)
+        return ShardSpec.split(shape, split.dim, ((first, min(rows, first + each) - first),))
+    runs, start = [], 0
+    slot, slots = rank // split.copies, size // split.copies
+    for part in split.blocks or (rows,):
+        runs.append((start + slot * (part // slots), part // slots))
+        start += part
+    spec = ShardSpec.split(shape, split.dim, tuple(runs))
+    if split.copies == 1:
+        return spec
+    # ranks with the same head sum their gradients among them, and one of them counts
+    local, counted = sum(length for _, length in runs), spec.counted if rank % split.copies == 0 else ()
+    return replace(spec, sums=(Sum(0, local, slot, slots),), counted=counted)

@@ -1,4 +1,4 @@
-"""ZeRO for a scheduled model: the project's flat units, gradients and optimizer behind a foreign model.
+"""ZeRO for a foreign model: the project's flat units, gradients and optimizer, and hooks that tell when a unit is used.
 
     s.zero(stage=1, optimizer=OptimizerConfig(lr=1e-3))
     model = s.apply()
@@ -10,15 +10,25 @@
 Gradients are summed over dp and sp, and over tp where a parameter is used on a share of positions or heads, before they
 are sharded: a loss is divided by the number of tokens of all ranks. The norm counts every element of the whole model
 once, whichever rank has it.
+
+Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2,
+... are the blocks: the items of the outermost lists of modules of one class, or of transformers' layers of several. A
+pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the blocks in reverse. Where a
+model keeps some parameters in another dtype (fp32 of the routers of transformers' mixtures), these are the last unit,
+which is whole between its uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from math import isfinite
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec
@@ -28,11 +38,10 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.residency import pools_of
 from megatron_sp.optim.weights import UnitWork, WholeWeights
-from megatron_sp.schedule.apply.units import UnitHooks, find_blocks, order_of, units_of
-from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.parallel.forward_context import Unit, UnitEvents
+from megatron_sp.schedule.core.directives import Mesh, expand
+from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.utils.errors import ConfigError
-
-_STAGES = (0, 1, 2, 3)
 
 
 class ZeroTraining:
@@ -40,15 +49,9 @@ class ZeroTraining:
 
     Args:
         model: already split; its parameters become views of flat buffers.
-        mesh: units are sharded over dp and sp.
         specs: of its parameters.
-        args: of the directive: stage, optimizer (OptimizerConfig, or its fields), micro_batches of a step, blocks
-            (glob).
+        args: of the line: stage, optimizer (OptimizerConfig, or its fields), micro_batches of a step, blocks (glob).
         where: file and line that asked for it.
-
-    Attributes:
-        comes_and_goes: whether parameters are present only while they are used.
-
     Raises:
         ConfigError: an unknown stage or optimizer.
     """
@@ -60,36 +63,34 @@ class ZeroTraining:
         self.micro_batches = int(args.get("micro_batches", 1))
         blocks = find_blocks(model, args.get("blocks"))
         names = {id(p): name for name, p in model.named_parameters()}
-        self.mesh, sharding, parts = mesh, Zero(stage, mesh.dp_sp), units_of(model, blocks)
-        self.units = [
-            FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, sharding.of(u.alike))
-            for u in parts
-        ]
-        pools = pools_of([u.alike for u in parts], 2, tied=True)
+        sharding, parts = Zero(stage, mesh.dp_sp), units_of(model, blocks)
+        self.units = []
+        for part in parts:
+            named = [(names[id(p)], p) for p in part.module.parameters()]
+            self.units.append(FlatUnit(part.name, named, specs, sharding.of(part.alike)))
+        pools = pools_of([part.alike for part in parts], 2, tied=True)
         self.weights = WholeWeights(self.units, pools=pools, order=order_of(len(blocks), backward=True))
         self.gradients = FlatGradients(self.units, mesh.dp_sp, tp=mesh.tp)
         self.optimizer = FlatOptimizer(self.units, self.config, tp=mesh.tp, everybody=mesh.world)
         self._hooks = UnitHooks(model, blocks, len(parts))
-        self.comes_and_goes = stage == 3 and mesh.dp_sp.size() > 1
+        self.comes_and_goes = stage == 3 and mesh.dp_sp.size() > 1  # parameters are present only while they are used
         self._hooks.sharded = self.units if self.comes_and_goes else []
         self._hooks.events = UnitWork(self.weights, self.gradients)
-        self._seen = 0
         self._start()
 
     def _start(self) -> None:
-        self._seen, self._finished = 0, False
+        self._micro_batch, self._finished = 0, False
         self._hooks.forget()
         self.gradients.start_step()
         self.weights.start_step(self.micro_batches)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward for one micro-batch; in the step's last one, gradients are reduced as soon as they are complete."""
-        if self._seen == self.micro_batches:
-            raise RuntimeError(
-                f"a step has {self.micro_batches} micro-batches: call step(), or schedule .zero(micro_batches=...)"
-            )
-        self._seen += 1
-        if self._seen == self.micro_batches:
+        count = self.micro_batches
+        if self._micro_batch == count:
+            raise RuntimeError(f"a step has {count} micro-batches: call step(), or schedule .zero(micro_batches=...)")
+        self._micro_batch += 1
+        if self._micro_batch == count:
             self.gradients.last_micro_batch()
         loss.backward()  # type: ignore[no-untyped-call]
         self.gradients.finish_micro_batch()
@@ -97,7 +98,7 @@ class ZeroTraining:
     def finish(self) -> None:
         """Wait for all gradients; ``step`` calls it too."""
         if not self._finished:
-            if self._seen == 0:  # the caller ran the backward pass itself
+            if self._micro_batch == 0:  # the caller ran the backward pass itself
                 self.gradients.finish_micro_batch()
             self.gradients.finish_step()
             self._finished = True
@@ -111,9 +112,8 @@ class ZeroTraining:
         """Clip the gradients and update the parameters; returns the gradient norm."""
         lr = self.config.lr if lr is None else lr
         if lr is None:
-            raise ConfigError(
-                "no learning rate: give step(lr=...), or schedule .zero(optimizer=OptimizerConfig(lr=...))"
-            )
+            way = "give step(lr=...), or schedule .zero(optimizer=OptimizerConfig(lr=...))"
+            raise ConfigError(f"no learning rate: {way}")
         norm = self.grad_norm()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.optimizer.step(lr, decay, norm, updated=self.weights.refresh)
@@ -122,73 +122,231 @@ class ZeroTraining:
         return norm
 
     def gradients_of_all(self) -> dict[str, Tensor]:
-        """Return this tp rank's part of every parameter's gradient, summed over all ranks, until the next step begins. Collective."""
+        """Return this tp rank's part of every gradient, summed over all ranks, until the next step begins. Collective."""
         self.finish()
-        return self._gathered({unit.name: unit.grad_shard for unit in self.units})
+        return self._gathered([unit.grad_shard for unit in self.units])
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this tp rank's part of every trainable parameter. Collective over dp and sp."""
         self.weights.settle()
-        return self._gathered({unit.name: unit.local_params for unit in self.units})
+        return self._gathered([unit.local_params for unit in self.units])
 
-    def _gathered(self, flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for unit in self.units:
-            whole = unit.gathered(flats[unit.name])
-            found |= {slot.name: slot.view(whole) for slot in unit.slots}
-        return found
+    def _gathered(self, flats: list[Tensor]) -> dict[str, Tensor]:
+        views: dict[str, Tensor] = {}
+        for unit, flat in zip(self.units, flats, strict=True):
+            whole = unit.gathered(flat)
+            views |= {slot.name: slot.view(whole) for slot in unit.slots}
+        return views
 
 
 def read(args: Mapping[str, Any], where: str) -> tuple[int, OptimizerConfig]:
     """Return (stage, optimizer) of a line. Raises ConfigError if they are invalid."""
-    stage = args.get("stage")
-    if stage not in _STAGES:
+    stage, count, given = args.get("stage"), args.get("micro_batches", 1), args.get("optimizer")
+    if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero: the stage must be 0, 1, 2 or 3, not {stage!r} ({where})")
-    count = args.get("micro_batches", 1)
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"zero: micro_batches must be a positive number, not {count!r} ({where})")
-    return stage, _config(args.get("optimizer"), where)
+    if given is None or isinstance(given, OptimizerConfig):
+        return stage, given or OptimizerConfig()
+    if not isinstance(given, Mapping):
+        what = f"optimizer must be an OptimizerConfig or a dict of its fields, not a {type(given).__name__}"
+        why = "the units are updated by the project's own AdamW and SGD"
+        raise ConfigError(f"zero: {what}: {why} ({where})")
+    known = set(vars(OptimizerConfig()))
+    if unknown := sorted(set(given) - known):
+        has = f"it has {', '.join(sorted(known))}"
+        raise ConfigError(f"zero: the optimizer has no {', '.join(unknown)}: {has} ({where})")
+    for field in fields(OptimizerConfig):
+        value, low = given.get(field.name), field.metadata.get("low") or 0
+        if value is not None and "float" in str(field.type):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not isfinite(value) or value < low:
+                what = f"{field.name} of the optimizer must be a number from {low} on, not {value!r}"
+                raise ConfigError(f"zero: {what} ({where})")
+    return stage, OptimizerConfig(**given)
 
 
 def require(model: nn.Module, args: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError if a line is invalid, or parameters have different dtypes, which one buffer cannot hold."""
     stage, _ = read(args, where)
-    held = [(name, p) for name, p in model.named_parameters() if p.requires_grad or stage == 3]
-    first = next(iter(held), None)
-    other = next(((name, p) for name, p in held if first is not None and p.dtype != first[1].dtype), None)
-    if first is not None and other is not None:
+    held = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad or stage == 3]
+    other = next(((name, dtype) for name, dtype in held if dtype != held[0][1]), None)
+    if other is not None:
+        (first, one), (second, two) = ((name, str(dtype).removeprefix("torch.")) for name, dtype in (held[0], other))
         raise ConfigError(
-            f"zero: {first[0]} is {_word(first[1])} and {other[0]} is {_word(other[1])}, and all parameters of a unit lie in one buffer:"
-            f" give the model one dtype, model.to(torch.{_word(first[1])}) ({where})"
+            f"zero: {first} is {one} and {second} is {two}, and all parameters of a unit lie in one buffer:"
+            f" give the model one dtype, model.to(torch.{one}) ({where})"
         )
 
 
-def _word(p: nn.Parameter) -> str:
-    return str(p.dtype).removeprefix("torch.")
+class Parameters(nn.Module):
+    """Container of some of a model's parameters, under their names there with slashes for dots."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        super().__init__()
+        for name, parameter in named:
+            self.register_parameter(name.replace(".", "/"), parameter)
 
 
-def _config(given: Any, where: str) -> OptimizerConfig:
-    if given is None or isinstance(given, OptimizerConfig):
-        return given or OptimizerConfig()
-    if isinstance(given, Mapping):
-        known = set(vars(OptimizerConfig()))
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise ConfigError(
-                f"zero: the optimizer has no {', '.join(unknown)}: it has {', '.join(sorted(known))} ({where})"
-            )
-        for field in fields(OptimizerConfig):
-            if field.name in given and "float" in str(field.type):
-                _require_number(field.name, given[field.name], field.metadata["low"] or 0, where)
-        return OptimizerConfig(**given)
-    raise ConfigError(
-        f"zero: optimizer must be an OptimizerConfig or a dict of its fields, not a {type(given).__name__}: the units are updated by the"
-        f" project's own AdamW and SGD ({where})"
-    )
+def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
+    """Return the paths of the blocks, in order; by default the items of the outermost lists of modules that are alike."""
+    if glob is not None:
+        return expand(model, glob)
+    layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
+    blocks: list[str] = []
+    for path, module in model.named_modules():
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if not is_list or any(path.startswith(f"{block}.") for block in blocks):
+            continue
+        items = dict(module.named_children())
+        # transformers calls attention here and a state space there a layer
+        alike = len({type(item) for item in items.values()}) == 1 or (
+            layer is not None and all(isinstance(item, layer) for item in items.values())
+        )
+        if len(items) > 1 and alike and all(any(True for _ in item.parameters()) for item in items.values()):
+            blocks += [f"{path}.{name}" if path else name for name in items]
+    return blocks
 
 
-def _require_number(name: str, value: Any, low: float, where: str) -> None:
-    # raise ConfigError unless a value is a finite number of at least ``low``, or None (not given)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and isfinite(value) and value >= low):
-        raise ConfigError(f"zero: {name} of the optimizer must be a number from {low} on, not {value!r} ({where})")
+def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
+    """Return the units; a parameter that a block shares with something else is in unit 0."""
+    holders: dict[int, set[int]] = {}  # parameter -> units that use it
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)
+        holders.setdefault(id(parameter), set()).add(unit)
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    if len(sizes) > 2:
+        dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in sizes))
+        raise ConfigError(f"{type(model).__name__} has parameters in {dtypes}: two dtypes at most can be trained")
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    parts: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(len(blocks) + 1)]
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        units = holders[id(parameter)]
+        part = others if parameter.dtype != usual else parts[units.pop() if len(units) == 1 else 0]
+        part.append((name, parameter))
+    made = [Unit("rest", Parameters(parts[0]))]
+    made += [Unit(block, Parameters(part), "block") for block, part in zip(blocks, parts[1:], strict=True)]
+    return made + ([Unit("other dtype", Parameters(others), "whole")] if others else [])
+
+
+def order_of(num_blocks: int, *, backward: bool) -> list[int]:
+    """Return the units in the order in which a pass reads them."""
+    forward = [*range(num_blocks + 1), 0]
+    return forward + list(range(num_blocks, 0, -1)) if backward else forward
+
+
+class UnitHooks:
+    """Hooks of one model, for its lifetime, which report when its units are used.
+
+    A block has two places in the autograd graph, a hook of its output's gradient and an identity before its input:
+    backward passes the first when the block's parameters are about to be read, and the second when all its gradients
+    are complete.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[str], num_units: int) -> None:
+        self._ends = (0, *range(len(blocks) + 1, num_units))  # what is outside of the blocks, or of all of them
+        self.events: UnitEvents | None = None  # who is told
+        self.sharded: list[FlatUnit] = []  # the units, if their parameters are present only while used (ZeRO stage 3)
+        self._open: dict[int, int] = {}  # uses of a unit whose backward pass has not run yet
+        self._keeping: list[Any] = []
+        model.register_forward_pre_hook(lambda *_: self._read(*self._ends), prepend=True)
+        # backward begins with what is after the blocks
+        model.register_forward_hook(lambda _, args, result: self._at_gradient(result, 0))
+        for index, path in enumerate(blocks, 1):
+            block, is_last = model.get_submodule(path), index == len(blocks)
+            block.register_forward_pre_hook(partial(self._before_block, index), with_kwargs=True, prepend=True)
+            block.register_forward_hook(partial(self._after_block, index, is_last), always_call=True)
+
+    def _read(self, *units: int) -> None:
+        for index in units if self.events is not None else ():
+            self.events.before_use(index)  # type: ignore[union-attr]
+
+    def _before_block(
+        self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.events is None:
+            return None
+        self._read(index)
+        if not torch.is_grad_enabled():
+            return None
+        if self.sharded:
+            self._keeping.append(self._keeping_places(index))
+            self._keeping[-1].__enter__()
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        # the first input that has a gradient: the hidden states
+        first = next((name for name, x in named.items() if isinstance(x, Tensor) and x.requires_grad), None)
+        if first is None:
+            return None
+        self._open[index] = self._open.get(index, 0) + 1
+        named[first] = _Passed.apply(named[first], partial(self._done, index))
+        return tuple(named[i] for i in range(len(args))), {name: named[name] for name in kwargs}
+
+    def _after_block(self, index: int, is_last: bool, _: nn.Module, args: Any, result: Any) -> None:
+        if self.events is None:
+            return
+        if self._keeping:
+            self._keeping.pop().__exit__(None, None, None)
+        if is_last and result is not None:  # None: the block has raised an exception
+            self._read(0)
+        self._at_gradient(result, index)
+
+    def _at_gradient(self, result: Any, index: int) -> None:
+        # the tensors stay what they are, for a model may write into them
+        if self.events is not None and torch.is_grad_enabled():
+            for x in tensors_of(result).values():
+                if x.requires_grad:
+                    x.register_hook(lambda grad: self._read(index))
+
+    def _done(self, index: int) -> None:
+        self._open[index] -= 1
+        if (
+            self.events is not None and self._open[index] == 0
+        ):  # a block called twice is finished after its second backward
+            self.events.backward_done(index)
+
+    def _keeping_places(self, index: int) -> Any:
+        # a view of a parameter that autograd saves (a transpose, say) would point into a buffer that belongs to another
+        # block by then, so it is saved as a place in its unit
+        unit = self.sharded[index]
+        slots = [layout.slots[0] for layout in (unit.layout, unit.frozen) if layout is not None and layout.slots]
+        parameters = {slot.param.untyped_storage().data_ptr(): slot.param for slot in slots}
+
+        def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
+            like = parameters.get(x.untyped_storage().data_ptr()) if x.numel() else None
+            if like is None:
+                return x
+            offset, shape, stride = x.storage_offset(), x.shape, x.stride()
+
+            def view() -> Tensor:
+                if like.numel() == 0:
+                    self._read(index)
+                empty = torch.empty(0, dtype=like.dtype, device=like.device)
+                return empty.set_(like.data.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload,no-any-return]
+
+            return view
+
+        def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+            return kept if isinstance(kept, Tensor) else kept()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def forget(self) -> None:
+        """Clear the uses that wait for backward: a step has ended."""
+        self._open.clear()
+
+
+class _Passed(torch.autograd.Function):
+    """Identity in forward; calls a function when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
+        ctx.passed = passed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.passed()
+        return grad, None

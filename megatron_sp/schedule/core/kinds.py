@@ -23,16 +23,11 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Kind:
-    """Description of how a class of modules can be split.
-
-    Attributes:
-        out_attribute, in_attribute: module attributes that hold these sizes, and are updated when the module is split.
-    """
+    """Description of how a class of modules can be split."""
 
     out_dims: dict[str, int] = field(default_factory=dict)  # for each parameter, the dim that runs over outputs
-    # for each parameter, the dim that runs over inputs; parameters missing here have no such dim
-    in_dims: dict[str, int] = field(default_factory=dict)
-    out_attribute: str | None = None
+    in_dims: dict[str, int] = field(default_factory=dict)  # the dim over inputs, for parameters that have one
+    out_attribute: str | None = None  # attributes that hold these sizes, and follow when a module is split
     in_attribute: str | None = None
     # (module, x) -> the result without the bias; None: the module cannot be split by rows
     product: Callable[[nn.Module, Tensor], Tensor] | None = None
@@ -54,75 +49,54 @@ class Kind:
 
 
 def _linear(module: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(module.weight, Tensor)
-    return F.linear(x, module.weight)
+    return F.linear(x, module.weight)  # type: ignore[arg-type]
 
 
 def _conv1d(module: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(module.weight, Tensor)
-    return x @ module.weight
+    return x @ module.weight  # type: ignore[operator,no-any-return]
 
 
 def _convolution(module: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(module, _ConvNd) and isinstance(module.weight, Tensor)
-    return module._conv_forward(x, module.weight, None)  # type: ignore[operator, no-any-return]
+    if not isinstance(module, _ConvTransposeNd):
+        return module._conv_forward(x, module.weight, None)  # type: ignore[operator,no-any-return]
+    transposed: Callable[..., Tensor] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
+        module.weight.ndim - 3
+    ]
+    more = (module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+    return transposed(x, module.weight, None, *more)
 
 
-def _transposed(module: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(module, _ConvTransposeNd) and isinstance(module.weight, Tensor)
-    run: Callable[..., Tensor] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[module.weight.ndim - 3]
-    return run(
-        x, module.weight, None, module.stride, module.padding, module.output_padding, module.groups, module.dilation
-    )
-
-
-def _conv(dims: int, out: int = 0) -> Kind:
-    product = _transposed if out else _convolution
-    return Kind(
-        {"weight": out, "bias": 0}, {"weight": 1 - out}, "out_channels", "in_channels", product, out_axis=-1 - dims
-    )
-
-
-def _grouped(module: _ConvNd) -> Kind:
-    # the kind of a grouped convolution: each rank has some of the groups, with their channels
-    return Kind(
-        {"weight": 0, "bias": 0},
-        inputs=0,
-        divided=("groups", "in_channels", "out_channels"),
-        out_axis=1 - module.weight.ndim,
-    )
+def _kind_of_convolution(dims: int, out: int = 0) -> Kind:
+    weight, bias = {"weight": 1 - out}, {"weight": out, "bias": 0}
+    return Kind(bias, weight, "out_channels", "in_channels", _convolution, out_axis=-1 - dims)
 
 
 _NORM = (
-    "a norm looks at all its features, so every rank keeps it whole: split the layers around it; in a sequence() region its gradients"
-    " are summed by themselves, and a norm inside of heads takes .sum_gradients()"
-)
-ONE_FOR_ALL = (
-    "put one module for all heads there with .replace(), whose weight has a row for each, .shard('weight', 0), or leave this attention"
-    " whole"
+    "a norm looks at all its features, so every rank keeps it whole: split the layers around it; in a sequence() region"
+    " its gradients are summed by themselves, and a norm inside of heads takes .sum_gradients()"
 )
 _ATTENTION = (
-    "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its place with .replace(),"
-    " or leave it whole"
+    "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its place"
+    " with .replace(), or leave it whole"
 )
 _RECURRENT = (
-    "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single layers in its place"
-    " with .replace()"
+    "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single layers"
+    " in its place with .replace()"
 )
-_NORM_BY_CHANNEL = Kind(
-    {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0, out_axis=1
-)
+_LINEAR = Kind({"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear)
+_STATISTICS = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
+_NORM_BY_CHANNEL = Kind(_STATISTICS, out_attribute="num_features", inputs=0, out_axis=1)
 _KINDS: dict[type, Kind] = {
-    nn.Linear: Kind({"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear),
+    nn.Linear: _LINEAR,
     nn.Bilinear: Kind({"weight": 0, "bias": 0}, out_attribute="out_features", inputs=2),
     nn.Embedding: Kind({"weight": 1}, {"weight": 0}, "embedding_dim", "num_embeddings"),
     nn.EmbeddingBag: Kind({"weight": 1}, out_attribute="embedding_dim"),
-    nn.Conv1d: _conv(1),
-    nn.Conv2d: _conv(2),
-    nn.Conv3d: _conv(3),
-    nn.ConvTranspose1d: _conv(1, out=1),
-    nn.ConvTranspose2d: _conv(2, out=1),
-    nn.ConvTranspose3d: _conv(3, out=1),
+    nn.Conv1d: _kind_of_convolution(1),
+    nn.Conv2d: _kind_of_convolution(2),
+    nn.Conv3d: _kind_of_convolution(3),
+    nn.ConvTranspose1d: _kind_of_convolution(1, out=1),
+    nn.ConvTranspose2d: _kind_of_convolution(2, out=1),
+    nn.ConvTranspose3d: _kind_of_convolution(3, out=1),
     nn.LayerNorm: Kind({"weight": 0, "bias": 0}, refusal=_NORM),
     nn.RMSNorm: Kind({"weight": 0}, refusal=_NORM),
     nn.GroupNorm: Kind({"weight": 0, "bias": 0}, inputs=0, out_axis=1, divided=("num_groups", "num_channels")),
@@ -136,12 +110,8 @@ _KINDS: dict[type, Kind] = {
 }
 _BY_NAME: dict[str, Kind] = {  # classes of packages that may not be installed
     "transformers.pytorch_utils.Conv1D": Kind({"weight": 1, "bias": 0}, {"weight": 0}, "nf", "nx", _conv1d),
-    "transformers.models.falcon.modeling_falcon.FalconLinear": Kind(
-        {"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear
-    ),
+    "transformers.models.falcon.modeling_falcon.FalconLinear": _LINEAR,
 }
-
-
 _TORCH_KINDS = frozenset(_KINDS)
 
 
@@ -158,7 +128,11 @@ def knows(cls: type[nn.Module]) -> bool:
 def find_kind(module: nn.Module) -> Kind | None:
     """Return the kind of the nearest class in the table, or None."""
     cls, kind = _entry(module)
-    return _grouped(module) if cls in _TORCH_KINDS and isinstance(module, _ConvNd) and module.groups != 1 else kind
+    if cls not in _TORCH_KINDS or not isinstance(module, _ConvNd) or module.groups == 1:
+        return kind
+    # each rank has some of the groups of a grouped convolution, with their channels
+    counts = ("groups", "in_channels", "out_channels")
+    return Kind({"weight": 0, "bias": 0}, inputs=0, divided=counts, out_axis=1 - module.weight.ndim)
 
 
 def _entry(module: nn.Module) -> tuple[type, Kind] | tuple[None, None]:
@@ -169,53 +143,28 @@ def _entry(module: nn.Module) -> tuple[type, Kind] | tuple[None, None]:
     return None, None
 
 
-def computes_as_known(module: nn.Module) -> bool:
-    """Return whether a module's forward is that of its class in the table: no subclass, wrapper or patch adds anything to it."""
+def computes_as_known(module: nn.Module, *, taught: bool = True) -> bool:
+    """Return whether a module's forward is that of its class in the table: no subclass, wrapper or patch adds anything.
+
+    Without ``taught`` that is false for classes that a user has registered, whose ``Kind.product`` alone is known.
+    """
     cls, _ = _entry(module)
-    return cls is not None and "forward" not in module.__dict__ and type(module).forward is cls.forward  # type: ignore[attr-defined]
-
-
-def is_taught(module: nn.Module) -> bool:
-    """Return whether a module's class was registered by a user, so that only its ``Kind.product`` is known."""
-    cls, _ = _entry(module)
-    return cls is not None and cls not in _TORCH_KINDS and f"{cls.__module__}.{cls.__qualname__}" not in _BY_NAME
-
-
-def is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Norm")
-
-
-def has_row_for_each_head(module: nn.Module) -> bool:
-    # whether a module is a norm with a weight [heads, head_dim]
-    weight = module._parameters.get("weight")
-    return is_norm(module) and weight is not None and weight.ndim == 2
-
-
-def way_out(model: nn.Module, path: str) -> str:
-    """Return advice on a module with parameters inside a split region that no line mentions."""
-    module, around = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
-    if is_norm(module) and isinstance(around, nn.ModuleList) and len(around) > 1:
-        return f"as one of {len(around)} in a list, it seems to be for one head, of which each rank has others: {ONE_FOR_ALL}"
-    if has_row_for_each_head(module):
-        return f"it has a row for each head: s[{path!r}].shard('weight', 0)"
-    here = f"s[{path!r}].sum_gradients() if every rank uses it on a share of heads or positions"
-    return here if is_norm(module) else f"split it (column, row, shard), or {here}"
+    if cls is None or "forward" in module.__dict__ or type(module).forward is not cls.forward:  # type: ignore[attr-defined]
+        return False
+    return taught or cls in _TORCH_KINDS or f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME
 
 
 def kind_of(module: nn.Module, path: str) -> Kind:
-    """Return the kind of a module. Raises ConfigError if its class is unknown (the message shows how to add it) or cannot be split."""
-    kind = find_kind(module)
-    refusal = kind.refusal if kind is not None else _NORM if is_norm(module) else None
-    if refusal is not None and has_row_for_each_head(module):
-        raise ConfigError(
-            f"{path} is a {type(module).__name__} with a row for each head: it is split with .shard('weight', 0), as the heads are, and not"
-            " as a layer"
-        )
+    """Return the kind of a module. Raises ConfigError: its class is unknown (the message shows how to add it) or refused."""
+    kind, name = find_kind(module), type(module).__name__
+    refusal = kind.refusal if kind is not None else _NORM if name.endswith("Norm") else None
+    weight = module._parameters.get("weight")
+    if refusal is not None and name.endswith("Norm") and weight is not None and weight.ndim == 2:
+        way_out = "it is split with .shard('weight', 0), as the heads are, and not as a layer"
+        raise ConfigError(f"{path} is a {name} with a row for each head: {way_out}")
     if refusal is not None:
-        raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split: {refusal}")
+        raise ConfigError(f"{path} is a {name}, which cannot be split: {refusal}")
     if kind is None:
-        raise ConfigError(
-            f"{path} is a {type(module).__name__}, of which it is not known how to split it: teach it with"
-            f" megatron_sp.schedule.register_shardable({type(module).__name__}, Kind(...)), or shard a module inside it"
-        )
+        teach = f"megatron_sp.schedule.register_shardable({name}, Kind(...)), or shard a module inside it"
+        raise ConfigError(f"{path} is a {name}, of which it is not known how to split it: teach it with {teach}")
     return kind

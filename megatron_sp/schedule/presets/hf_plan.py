@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron_sp.schedule.core.directives import PathError, expand
+from megatron_sp.schedule.core.directives import Mesh, PathError, expand
 from megatron_sp.schedule.core.hooks import parameter_names
-from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.presets.registry import base_of, families, share_key_values
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError

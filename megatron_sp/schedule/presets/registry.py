@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.directives import Mesh
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError
 

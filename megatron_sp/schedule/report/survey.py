@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_sp.schedule.apply.apply import apply
-from megatron_sp.schedule.apply.decide import decide, without_weights, without_weights_in
-from megatron_sp.schedule.apply.splits import tensor_of
+from megatron_sp.schedule.apply.apply import apply, decide, without_weights, without_weights_in
+from megatron_sp.schedule.apply.plan import tensor_of
 from megatron_sp.schedule.core.directives import Directive, expand
 from megatron_sp.schedule.core.hooks import input_name
 from megatron_sp.utils.errors import ConfigError

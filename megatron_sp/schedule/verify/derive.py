@@ -12,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import Group
-from megatron_sp.schedule.core.directives import Directive, expand
-from megatron_sp.schedule.core.mesh import Mesh
-from megatron_sp.schedule.core.records import tensors_of
+from megatron_sp.schedule.core.directives import Directive, Mesh, expand
+from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.utils.errors import ConfigError
 
 

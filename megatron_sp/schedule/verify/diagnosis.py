@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.schedule.apply.applied import Applied
-from megatron_sp.schedule.core.directives import Directive, expand
-from megatron_sp.schedule.core.hooks import parameter_names
-from megatron_sp.schedule.core.mesh import AXES, Mesh
-from megatron_sp.schedule.core.records import tensors_of
+from megatron_sp.schedule.core.directives import AXES, Directive, Mesh, expand
+from megatron_sp.schedule.core.hooks import parameter_names, tensors_of
 
 
 @dataclass

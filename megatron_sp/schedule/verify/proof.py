@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.schedule.apply.apply import apply
-from megatron_sp.schedule.apply.decide import decide
+from megatron_sp.schedule.apply.apply import apply, decide
 from megatron_sp.schedule.apply.hf_attention import is_hugging_face
-from megatron_sp.schedule.apply.randomness import draws, dropping
-from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.apply.randomness import dropping
+from megatron_sp.schedule.core.directives import Directive, Mesh
 from megatron_sp.schedule.verify.copies import one_expert_at_a_time
 from megatron_sp.schedule.verify.derive import Draws, as_said, is_open, random_lines, says_random, with_adjoints
 from megatron_sp.schedule.verify.verify import LossOf, Verdict, verify
@@ -53,7 +51,7 @@ def measure(
     if not verdict.ok:
         return verdict, directives
     lines = with_adjoints(written, verdict.adjoints)
-    if not draws(model) or mesh.tp.size() == mesh.sp.size() == mesh.cp.size() == 1:
+    if next(dropping(model), None) is None or mesh.tp.size() == mesh.sp.size() == mesh.cp.size() == 1:
         return verdict, lines
     # dropout is on here, in training mode: the model may be evaluating now, and train later
     dropping_copy = copy.deepcopy(model).train().to(dtype)

@@ -21,9 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
-from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.mesh import AXES, Mesh
-from megatron_sp.schedule.core.records import tensors_of
+from megatron_sp.schedule.core.directives import AXES, Directive, Mesh
+from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.schedule.verify.copies import Float64Mode, WithoutDropout, deterministic_copy, drops
 from megatron_sp.schedule.verify.derive import measuring
 from megatron_sp.schedule.verify.diagnosis import Diagnosis, Trace

@@ -29,7 +29,7 @@ def within(window: int) -> Function:
 
 
 def recognised(function: Function, length: int = LENGTH, batch: int = BATCH) -> tuple[bool, int | None]:
-    return Context(SINGLE_RANK, {}, "here")._recognised(function, length, batch)
+    return Context(SINGLE_RANK, {}, "here").recognise(function, length, batch)
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, LENGTH])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.apply.early import OpTrace
+from megatron_sp.schedule.apply.hf_attention import OpTrace
 from megatron_sp.utils.errors import ConfigError
 
 Change = Callable[[Tensor], Tensor]

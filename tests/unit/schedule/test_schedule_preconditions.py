@@ -32,11 +32,6 @@ def patched() -> nn.Linear:
     return module
 
 
-def twice(s: Schedule) -> None:
-    for name in ("0", "1"):
-        s[name].sync("fwd_post", "all_gather", axis=1)
-
-
 def shard(axis: int, tensor: str = "weight") -> Callable[[Schedule], Any]:
     return lambda s: s["0"].shard(tensor, axis)
 
@@ -48,15 +43,6 @@ def both_sides(s: Schedule) -> None:
 def words(s: Schedule) -> None:
     s["0"].shard("weight", 0)
     s["0"].sync("fwd_post", "all_gather", axis=0)
-
-
-def one_input(s: Schedule) -> None:
-    s["0"].shard("weight", 0)
-    s["0"].shard("bias", 0)
-    s["0"].sync("bwd_post", "all_reduce")
-
-
-LINEAR = nn.Linear(4, 4)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +60,6 @@ LINEAR = nn.Linear(4, 4)
         (lambda: nn.Embedding(4, 4, sparse=True, scale_grad_by_freq=True), shard(0), "with scale_grad_by_freq and sparse: leave the table"),
         (lambda: nn.Embedding(4, 4), words, "all_gather .* would repeat them: use all_reduce, or split axis 1"),
         (lambda: nn.Linear(4, 4), both_sides, "0.bias is split along its outputs and 0.weight is not"),
-        (lambda: nn.Bilinear(4, 4, 4), one_input, "0 is split by its outputs .* no line sums it"),
         (lambda: Activated(4, 4), lambda s: s["0"].row(), "is a Activated with a forward of its own"),
         (patched, lambda s: s["0"].row(), "is a Linear with a forward of its own"),
         (lambda: Activated(4, 4), lambda s: s["0"].vocab_parallel(), "is a Activated with a forward of its own"),
@@ -102,13 +87,6 @@ def test_refused(make: Callable[[], nn.Module], write: Callable[[Schedule], Any]
     finally:
         del kinds._KINDS[Scaled]
     assert all(tuple(p.shape) == before[name] for name, p in model.named_parameters() if before), "nothing has changed"
-
-
-def test_one_module_under_two_names_is_told_once() -> None:
-    s = schedule(nn.Sequential(LINEAR, LINEAR), Mesh.sizes(tp=2))
-    twice(s)
-    with pytest.raises(ConfigError, match=r"all_gather is written twice.*\(E5\)"):
-        s.apply()
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sp.comm.groups import SINGLE_RANK
-from megatron_sp.schedule.core.sequences import Cut, Heads
+from megatron_sp.schedule.apply.sequences import Cut, Heads
 from megatron_sp.utils.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ attention, which never sees it; else attention's mask hides it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,40 +19,33 @@ from megatron_sp.parallel.row_mask import Runs
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.numbers import round_up
 
+IGNORED = -100  # label of a position without a loss
+
 
 class Cut(NamedTuple):
-    """Share of one sequence on one rank.
-
-    Attributes:
-        ranks, rank: number of sp ranks that share it, and the index of this one.
-    """
+    """Share of one sequence on one rank."""
 
     length: int  # positions of the whole sequence, without padding
     padded: int  # the same with padding at the end
-    ranks: int
+    ranks: int  # of sp, which share it
     rank: int
-    # runs of positions of each cp rank, with padding; all have as many. None if there is a single one.
+    # runs of positions of each cp rank, with padding; all have as many. () if there is a single one.
     shares: tuple[Runs, ...] = ()
     cp_rank: int = 0
 
     @classmethod
     def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str, where: str = "") -> Cut:
-        """Create the cut of a sequence of the given length.
+        """Create the cut of a sequence of the given length, padded to a multiple.
 
-        Args:
-            multiple: the padded length is a multiple of this.
-            pads: whether padding is allowed; otherwise an uneven length is refused.
-            what: name of what is cut, for the message.
-            where: file and line that asked for it, for the message.
         Raises:
-            ConfigError: padding is needed, but not allowed (E12).
+            ConfigError: padding is needed, but not allowed (E12); names ``what`` is cut, and the line that asked.
         """
         padded = round_up(length, multiple)
         if padded != length and not pads:
-            raise ConfigError(
-                f"{what} has {length} positions, which must be a multiple of {multiple} (the ranks that share them): pad the batch, or"
-                f" leave out pad=False, and it is done here ({where + ', ' if where else ''}E12)"
-            )
+            rule = f"must be a multiple of {multiple} (the ranks that share them)"
+            way_out = "pad the batch, or leave out pad=False, and it is done here"
+            at = f"{where}, " if where else ""
+            raise ConfigError(f"{what} has {length} positions, which {rule}: {way_out} ({at}E12)")
         return cls(length, padded, group.size(), group.rank())
 
     @property
@@ -71,14 +64,18 @@ class Cut(NamedTuple):
         return self.together if self.shares else self.length
 
     def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
-        """Return this rank's positions of a whole tensor; padding is filled with ``fill``, or with the last position if that is None."""
+        """Return this rank's positions of a whole tensor; padding is filled with ``fill``, or the last position if None."""
         return take_share(x, self, dim, fill)
 
     def whole(self, x: Tensor, dim: int, sp: Group, cp: Group, grad: GatherGrad) -> Tensor:
         """Gather all ranks' positions of a tensor, in order and without padding; ``grad`` as for ``gather_from``. Collective."""
         x = gather_from(x, sp, dim, grad)
         if self.shares:
-            x = in_order(gather_from(x, cp, dim, grad), self, dim)
+            x = gather_from(x, cp, dim, grad)
+            runs = [run for share in self.shares for run in share]
+            pieces = x.split([stop - start for start, stop in runs], dim)
+            in_order = sorted(zip(runs, pieces, strict=True), key=lambda item: item[0])
+            x = torch.cat([piece for _, piece in in_order], dim)
         return x.narrow(dim, 0, self.length)
 
 
@@ -94,19 +91,7 @@ def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
         x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
     if cut.shares:
         x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in cut.shares[cut.cp_rank]], dim)
-    return x.narrow(
-        dim, cut.rank * cut.local, cut.local
-    ).contiguous()  # a copy, since models may hold views of their inputs
-
-
-def in_order(x: Tensor, cut: Cut, dim: int) -> Tensor:
-    """Return the shares of all cp ranks, one after another along ``dim``, in the order of the sequence."""
-    parts: list[tuple[int, Tensor]] = []
-    at = 0
-    for start, stop in (run for runs in cut.shares for run in runs):
-        parts.append((start, x.narrow(dim, at, stop - start)))
-        at += stop - start
-    return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])], dim)
+    return x.narrow(dim, cut.rank * cut.local, cut.local).contiguous()  # a copy: models may hold views of their inputs
 
 
 @overridable
@@ -116,14 +101,10 @@ def repeated_heads(x: Tensor, times: int, dim: int) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """Exchange of q, k and v to the whole sequence of some heads, and of the result back to all heads of some positions.
-
-    Attributes:
-        seq, head: dims of the tensors that enter the attention.
-    """
+    """Exchange of q, k and v to the whole sequence of some heads, and of the result back to all heads of some positions."""
 
     group: Group
-    seq: int
+    seq: int  # dims of the tensors that enter the attention
     head: int
     where: str
 
@@ -137,13 +118,12 @@ class Heads(NamedTuple):
         if queries % ranks:
             works = ", ".join(str(n) for n in range(2, queries + 1) if queries % n == 0) or "1 only"
             raise ConfigError(
-                f"{self.where} has {queries} query heads on this rank, which must be a multiple of sp ({ranks}): the model's heads must be"
-                f" one of tp * sp; sp {works} would work, or another tp (E2)"
+                f"{self.where} has {queries} query heads on this rank, which must be a multiple of sp ({ranks}): the"
+                f" model's heads must be one of tp * sp; sp {works} would work, or another tp (E2)"
             )
         if have % ranks == 0 or have == 0:
             return x
-        times = ranks // have if ranks % have == 0 else queries // have
-        return repeated_heads(x, times, self.head)
+        return repeated_heads(x, ranks // have if ranks % have == 0 else queries // have, self.head)
 
     def enter(self, x: Tensor, cut: Cut) -> Tensor:
         """Exchange some positions of all heads for all positions, without padding, of some heads."""
@@ -158,9 +138,10 @@ class Heads(NamedTuple):
         """
         if x.shape[self.seq] != cut.together:
             raise ConfigError(
-                f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.together}: with recomputation a"
-                " batch's backward pass must come before a forward pass of another length; pad batches to one length; where nothing is"
-                " recomputed, layout= or core= is about other tensors, or the model has a second sequence, which cannot be cut (E10)"
+                f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.together}: with"
+                " recomputation a batch's backward pass must come before a forward pass of another length; pad batches to"
+                " one length; where nothing is recomputed, layout= or core= is about other tensors, or the model has a"
+                " second sequence, which cannot be cut (E10)"
             )
         return x.narrow(self.seq, 0, cut.attended)
 
@@ -170,3 +151,33 @@ class Heads(NamedTuple):
         if missing:
             x = F.pad(x.movedim(seq, -1), (0, missing)).movedim(-1, seq)
         return all_to_all(x, self.group, seq, head)
+
+
+@overridable
+def share_of_labels(labels: Tensor, cut: Cut) -> Tensor:
+    """Return the fraction of all labels [b, s] that are on this rank's positions."""
+    local = (cut.take(labels, 1, IGNORED) != IGNORED).sum()
+    return local.double() / (labels != IGNORED).sum()
+
+
+@overridable
+def weighed(loss: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    """Return the share of a rank in the mean over all labels, from the mean over its own; 0 without labels, whose mean is NaN."""
+    return loss * weight.to(loss.dtype) if int(weight > 0) else (logits * 0.0).sum().to(loss.dtype)
+
+
+@overridable
+def share_of_gradient(x: Tensor, group: Group) -> Tensor:
+    """Return ``x``; in backward, this rank's share of the gradient of what all ranks of a group compute alike."""
+    return _ShareOfGradient.apply(x, group.size())  # type: ignore[no-any-return]
+
+
+class _ShareOfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad / ctx.ranks, None
