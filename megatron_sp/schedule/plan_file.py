@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,24 @@ MAX_FILE_BYTES = 1024 * 1024
 _MAX_DEPTH = 6
 _HEAD = ("schema", "model_type", "transformers", "seq_dim", "lines")
 _NUMBER, _WORD, _FLAG = (int,), (str,), (bool,)
+_TYPES = {
+    int: "a whole number",
+    str: "a word",
+    bool: "true or false",
+    list: "a list",
+    dict: "settings",
+    object: "a value",
+}
+_LISTS_OF_NAMES = ("names", "inputs")  # other lists are of sizes
 _CUT: dict[str, tuple[type, ...]] = {"blocks": (int, list), "heads": _NUMBER}
+# keys of each kind of line, with their types
 _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "shard": {"tensor": _WORD, "axis": _NUMBER, **_CUT},
     "column": {"input": _WORD, "gather": _FLAG, "replicas": _FLAG, **_CUT},
     "row": {"reduce": _WORD, "axis": _NUMBER, **_CUT},
-    "sync": {"mode": _WORD, "op": _WORD, "axis": _NUMBER, "arg": (int, str), "out": (int, str), "grad": _WORD, "over": _WORD},
+    "sync": {
+        "mode": _WORD, "op": _WORD, "axis": _NUMBER, "arg": (int, str), "out": (int, str), "grad": _WORD, "over": _WORD,
+    },
     "vocab_parallel": {"gather": _FLAG},
     "sum_gradients": {"names": (list,)},
     "checkpoint": {"policy": _WORD},
@@ -49,19 +60,19 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "annotate": {"parameter": _WORD, "key": _WORD, "value": (object,)},
     "sequence": {"leave": _WORD, "inside": _WORD, "arg": (int, str)},
     "ulysses": {
-        "axis": _WORD, "overlap_qkv": _FLAG, "pad": _FLAG, "loss": _WORD, "enter": _WORD, "leave": _WORD, "arg": (int, str),
-        "inputs": (list,), "positions": _WORD, "core": _WORD, "q": (int, str), "k": (int, str), "v": (int, str), "out": (int, str),
-        "layout": _WORD,
+        "axis": _WORD, "overlap_qkv": _FLAG, "pad": _FLAG, "loss": _WORD, "enter": _WORD, "leave": _WORD,
+        "arg": (int, str), "inputs": (list,), "positions": _WORD, "core": _WORD, "q": (int, str), "k": (int, str),
+        "v": (int, str), "out": (int, str), "layout": _WORD,
     },
     "context": {
-        "axis": _WORD, "chunks": _NUMBER, "stages_ahead": _NUMBER, "keep_kv": _FLAG, "pad": _FLAG, "loss": _WORD, "enter": _WORD,
-        "leave": _WORD, "arg": (int, str),
+        "axis": _WORD, "chunks": _NUMBER, "stages_ahead": _NUMBER, "keep_kv": _FLAG, "pad": _FLAG, "loss": _WORD,
+        "enter": _WORD, "leave": _WORD, "arg": (int, str),
     },
     "zero": {"stage": _NUMBER, "optimizer": (dict,), "micro_batches": _NUMBER, "blocks": _WORD},
 }  # fmt: skip
 _NEEDED = {
-    "shard": ("tensor", "axis"), "row": ("reduce",), "sync": ("mode", "op"), "set": ("attribute",), "annotate": ("parameter", "key"),
-    "sequence": ("leave",), "rng": ("axis",), "ulysses": ("axis",), "context": ("axis",), "zero": ("stage",),
+    "shard": ("tensor", "axis"), "row": ("reduce",), "sync": ("mode", "op"), "set": ("attribute",), "rng": ("axis",),
+    "annotate": ("parameter", "key"), "sequence": ("leave",), "ulysses": ("axis",), "context": ("axis",), "zero": ("stage",),
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": AXES_OF_LINES, "divide": AXES_OF_LINES,
@@ -71,125 +82,91 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_dim: int) -> None:
     """Write a schedule file."""
-    refused = [f"{d} ({d.where})" for d in directives if not is_plain(d.args)]
-    if refused:
-        raise ConfigError(
-            f"{path} is not written, for it cannot hold what is code: {'; '.join(refused)}. Save before these lines, and add them in code"
-            " after load()"
-        )
-    try:
-        write_output(path, as_text(model, directives, seq_dim))
-    except OSError as error:
-        raise DiskError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def as_text(model: nn.Module, directives: list[Directive], seq_dim: int) -> str:
+    if refused := [f"{d} ({d.where})" for d in directives if not _is_plain(d.args)]:
+        later = "Save before these lines, and add them in code after load()"
+        raise ConfigError(f"{path} is not written, for it cannot hold what is code: {'; '.join(refused)}. {later}")
     head: dict[str, Any] = {"schema": SCHEMA}
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if isinstance(model_type, str) and model_type:
         head["model_type"] = model_type
-    if (version := _version()) is not None and any(
-        c.__module__.startswith("transformers.") for c in type(model).__mro__
-    ):
+    is_hugging_face = any(c.__module__.startswith("transformers.") for c in type(model).__mro__)
+    if (version := _version()) is not None and is_hugging_face:
         head["transformers"] = f">={version[0]}.{version[1]},<{version[0] + 1}"
     head["seq_dim"] = seq_dim
-    lines = [f"  - {_flow({'on': d.on, 'do': d.do, **d.args})}" for d in directives]
-    return (
-        "\n".join([yaml.safe_dump(head, sort_keys=False).rstrip(), "lines:" if lines else "lines: []", *lines]) + "\n"
-    )
+    lines = ["lines:" if directives else "lines: []"]
+    for d in directives:
+        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in {"on": d.on, "do": d.do, **d.args}.items()}
+        line = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
+        # YAML 1.1 reads `on` as true, so it comes quoted; the reader here knows
+        lines.append("  - " + line.strip().replace("{'on':", "{on:", 1))
+    try:
+        write_output(path, "\n".join([yaml.safe_dump(head, sort_keys=False).rstrip(), *lines]) + "\n")
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _flow(value: dict[str, Any]) -> str:
-    plain = {key: list(v) if isinstance(v, tuple) else v for key, v in value.items()}
-    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True).strip()
-    return text.replace("{'on':", "{on:", 1)  # quoted, since YAML 1.1 reads `on` as true; the reader here knows
+def _is_plain(value: Any) -> bool:
+    # whether a value is a JSON value
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def load(path: str | Path, model: nn.Module) -> tuple[list[Directive], int]:
-    """Read a schedule file."""
-    name = str(path)
+    """Read the lines and the dim of positions from a schedule file.
+
+    Raises:
+        ConfigError: it is no schedule, a line is invalid, or it was written for another model or transformers.
+    """
+    name, file = str(path), Path(path).name
     data, numbers = _read(path)
     head = _mapping(data, name, "a schedule")
     _require_known(head, _HEAD, name)
-    if head.get("schema") != SCHEMA or isinstance(head.get("schema"), bool):
-        raise ConfigError(
-            f"{name}: schema is {head.get('schema')!r}, and this version reads schema {SCHEMA}: save the schedule again"
-        )
+    schema, seq_dim, lines = head.get("schema"), head.get("seq_dim", 1), head.get("lines")
+    if schema != SCHEMA or isinstance(schema, bool):
+        reads = f"this version reads schema {SCHEMA}: save the schedule again"
+        raise ConfigError(f"{name}: schema is {schema!r}, and {reads}")
     _require_model(head, model, name)
-    seq_dim = head.get("seq_dim", 1)
     if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or not -8 <= seq_dim < 8:
         raise ConfigError(f"{name}: seq_dim is {seq_dim!r}, and must be a dim of activations: 1 of [b, s, h]")
-    if not isinstance(head.get("lines"), list):
-        raise ConfigError(
-            f"{name}: lines is {head.get('lines')!r}, and must be a list of lines like {{on: 'layers.*.fc1', do: column}}"
-        )
-    found = []
-    for place, line in enumerate(head["lines"]):
-        where = f"{Path(name).name}:{numbers[place]}" if place < len(numbers) else Path(name).name
-        found.append(_directive(line, where, model))
-    return found, seq_dim
+    if not isinstance(lines, list):
+        what = "must be a list of lines like {on: 'layers.*.fc1', do: column}"
+        raise ConfigError(f"{name}: lines is {lines!r}, and {what}")
+    places = [f"{file}:{numbers[i]}" if i < len(numbers) else file for i in range(len(lines))]
+    return [_directive(line, where, model) for line, where in zip(lines, places, strict=True)], seq_dim
 
 
 def _directive(line: Any, where: str, model: nn.Module) -> Directive:
     if isinstance(line, dict):
         line = {"on" if key is True else key: value for key, value in line.items()}  # what YAML 1.1 makes of `on`
-    line = dict(_mapping(line, where, "a line"))
-    on, do = line.pop("on", None), line.pop("do", None)
+    args = dict(_mapping(line, where, "a line"))
+    on, do = args.pop("on", None), args.pop("do", None)
     if not isinstance(on, str) or not isinstance(do, str):
         raise ConfigError(f"{where}: a line says `on`, a glob of modules, and `do`: it has {on!r} and {do!r}")
     if do not in _KEYS:
         raise ConfigError(f"{where}: do {do!r} is not known{_near(do, _KEYS)}; a file can have {', '.join(_KEYS)}")
-    _check_args(do, line, where)
-    try:
-        expand(model, on)
-        for key in ("enter", "leave", "inside", "core"):
-            if key in line:
-                expand(model, line[key])
-    except PathError as error:
-        raise PathError(f"{where}: {error}") from None
-    return Directive(on, do, line, where)
-
-
-def _check_args(do: str, args: dict[str, Any], where: str) -> None:
     _require_known(args, tuple(_KEYS[do]), f"{where}: {do}")
     if missing := [key for key in _NEEDED.get(do, ()) if key not in args]:
         raise ConfigError(f"{where}: {do} needs {', '.join(missing)}")
     for key, value in args.items():
-        types = _KEYS[do][key]
-        is_right = types == (object,) or (
-            isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
-        )
-        if not is_right or not is_plain(value):
-            raise ConfigError(
-                f"{where}: {key} of {do} is {value!r}, and must be {' or '.join(_NAMES.get(t, 'a value') for t in types)}"
-            )
+        types, what = _KEYS[do][key], f"{where}: {key} of {do} is {value!r}, and must be"
+        is_right = isinstance(value, types) and (not isinstance(value, bool) or bool in types or object in types)
+        if not is_right or not _is_plain(value):
+            raise ConfigError(f"{what} {' or '.join(_TYPES[t] for t in types)}")
         if key in _CHOICES and value not in _CHOICES[key]:
-            raise ConfigError(
-                f"{where}: {key} {value!r} is not known{_near(value, _CHOICES[key])}: it is one of {', '.join(_CHOICES[key])}"
-            )
-        if isinstance(value, list) and not all(isinstance(v, str if key in _LISTS_OF_NAMES else int) for v in value):
-            what = "names" if key in _LISTS_OF_NAMES else "sizes"
-            raise ConfigError(f"{where}: {key} of {do} is {value!r}, and must be a list of {what}")
-
-
-_NAMES = {
-    int: "a whole number",
-    str: "a word",
-    bool: "true or false",
-    list: "a list",
-    dict: "settings",
-    object: "a value",
-}
-_LISTS_OF_NAMES = ("names", "inputs")
-
-
-def is_plain(value: Any) -> bool:
-    # whether a value is a JSON value
-    if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
-    return value is None or isinstance(value, (bool, int, float, str))
+            near, known = _near(value, _CHOICES[key]), ", ".join(_CHOICES[key])
+            raise ConfigError(f"{where}: {key} {value!r} is not known{near}: it is one of {known}")
+        kind, name = (str, "names") if key in _LISTS_OF_NAMES else (int, "sizes")
+        if isinstance(value, list) and not all(isinstance(v, kind) for v in value):
+            raise ConfigError(f"{what} a list of {name}")
+    try:
+        for glob in (on, *(args[key] for key in ("enter", "leave", "inside", "core") if key in args)):
+            expand(model, glob)
+    except PathError as error:
+        raise PathError(f"{where}: {error}") from None
+    return Directive(on, do, args, where)
 
 
 def _mapping(value: Any, where: str, what: str) -> dict[str, Any]:
@@ -198,8 +175,8 @@ def _mapping(value: Any, where: str, what: str) -> dict[str, Any]:
     return value
 
 
-def _require_known(found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in found:
+def _require_known(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in given:
         if key not in known:
             raise ConfigError(f"{where} does not know {key!r}{_near(key, known)}, only {', '.join(known)}")
 
@@ -209,75 +186,59 @@ def _near(word: str, known: Any) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-# what it was written for
-
-
 def _require_model(head: dict[str, Any], model: nn.Module, name: str) -> None:
-    wanted, found = head.get("model_type"), getattr(getattr(model, "config", None), "model_type", None)
-    if wanted is not None and wanted != found:
-        raise ConfigError(
-            f"{name} is for models of type {wanted!r}, and this {type(model).__name__} is {found or 'none'}: use its own schedule"
-        )
-    spec = head.get("transformers")
+    # raise ConfigError if a file was written for another model, or another version of transformers
+    wanted, model_type = head.get("model_type"), getattr(getattr(model, "config", None), "model_type", None)
+    if wanted is not None and wanted != model_type:
+        it_is = f"this {type(model).__name__} is {model_type or 'none'}"
+        raise ConfigError(f"{name} is for models of type {wanted!r}, and {it_is}: use its own schedule")
+    spec, version = head.get("transformers"), _version()
     if spec is None:
         return
-    version = _version()
     if version is None:
         raise ConfigError(f"{name} is for transformers {spec}, which is not installed here: pip install -e '.[hf]'")
-    if not _within(version, spec, name):
-        raise ConfigError(
-            f"{name} is for transformers {spec}, and here is {'.'.join(map(str, version))}: verify() it, and save it again"
-        )
+    for part in str(spec).split(","):
+        match = re.fullmatch(r"\s*(>=|<=|==|!=|<|>)\s*(\d+(?:\.\d+){0,2})\s*", part)
+        if match is None or not isinstance(spec, str):
+            what = "must be a range of versions such as '>=5.23,<6'"
+            raise ConfigError(f"{name}: transformers is {spec!r}, and {what}")
+        sign, bound = match[1], tuple(map(int, match[2].split(".")))
+        full = (*bound, 0, 0, 0)[:3]
+        holds = {">=": version >= full, "<=": version <= full, ">": version > full, "<": version < full}
+        # 5.23 is every 5.23.x
+        holds |= {"==": version[: len(bound)] == bound, "!=": version[: len(bound)] != bound}
+        if not holds[sign]:
+            here = ".".join(map(str, version))
+            raise ConfigError(f"{name} is for transformers {spec}, and here is {here}: verify() it, and save it again")
 
 
-def _version() -> tuple[int, int, int] | None:
+def _version() -> tuple[int, ...] | None:
     kernel = availability.installed("transformers")
-    if not kernel.available:
-        return None
-    numbers = [int(n) for n in re.findall(r"\d+", kernel.version)[:3]]
-    return (*numbers, 0, 0, 0)[:3]  # type: ignore[return-value]
-
-
-def _within(version: tuple[int, ...], spec: Any, name: str) -> bool:
-    parts = [re.fullmatch(r"\s*(>=|<=|==|!=|<|>)\s*(\d+(?:\.\d+){0,2})\s*", part) for part in str(spec).split(",")]
-    if not isinstance(spec, str) or not all(parts):
-        raise ConfigError(f"{name}: transformers is {spec!r}, and must be a range of versions such as '>=5.23,<6'")
-    return all(_holds(part[1], version, tuple(map(int, part[2].split(".")))) for part in parts if part is not None)
-
-
-def _holds(sign: str, version: tuple[int, ...], bound: tuple[int, ...]) -> bool:
-    if sign in ("==", "!="):
-        return (version[: len(bound)] == bound) == (sign == "==")
-    full = (*bound, 0, 0, 0)[:3]
-    return {">=": version >= full, "<=": version <= full, ">": version > full, "<": version < full}[sign]
-
-
-# the file
+    return (*map(int, re.findall(r"\d+", kernel.version)[:3]), 0, 0, 0)[:3] if kernel.available else None
 
 
 def _read(path: str | Path) -> tuple[Any, list[int]]:
     # (contents of a file, line number of each entry of ``lines``)
     text = read_text(path, str(path), MAX_FILE_BYTES, "a schedule")
     try:
-        _require_shallow(text, str(path))
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):  # references can make a small file huge
+                line = event.start_mark.line + 1 if event.start_mark else 0
+                raise ConfigError(f"{path} line {line}: a schedule has neither deep nesting nor references")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _require_once(root, str(path))
-        return yaml.safe_load(text), list(_numbers(root))
+        items = root.value if isinstance(root, yaml.MappingNode) else ()
+        lines = next((value for key, value in items if key.value == "lines"), None)
+        numbers = [item.start_mark.line + 1 for item in lines.value] if isinstance(lines, yaml.SequenceNode) else []
+        return yaml.safe_load(text), numbers
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{path}{f' line {mark.line + 1}' if mark else ''}: not a schedule in YAML: {what}") from None
-
-
-def _require_shallow(text: str, name: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1 if event.start_mark else 0
-            raise ConfigError(f"{name} line {line}: a schedule has neither deep nesting nor references")
 
 
 def _require_once(node: Any, name: str) -> None:
@@ -291,9 +252,3 @@ def _require_once(node: Any, name: str) -> None:
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
             _require_once(value, name)
-
-
-def _numbers(root: Any) -> Iterator[int]:
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if key.value == "lines" and isinstance(value, yaml.SequenceNode):
-            yield from (item.start_mark.line + 1 for item in value.value)

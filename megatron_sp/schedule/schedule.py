@@ -34,22 +34,16 @@ from megatron_sp.schedule.verify.proof import measure, prove
 from megatron_sp.schedule.verify.verify import LossOf, Verdict
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
+Name = str | int | None  # of an input or an output
+
 
 class Schedule:
-    """Schedule of one model on one mesh; created by ``schedule()``.
-
-    Attributes:
-        model: the model, unchanged before ``apply()``.
-        mesh: the mesh of ranks.
-        seq_dim: the sequence dim of activations.
-        directives: all lines.
-        applied: result of ``apply()``, or None before it.
-    """
+    """Schedule of one model on one mesh; created by ``schedule()``."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, seq_dim: int = 1) -> None:
         self.model, self.mesh, self.seq_dim = model, mesh, seq_dim
         self.directives: list[Directive] = []
-        self.applied: Applied | None = None
+        self.applied: Applied | None = None  # result of apply()
         self._verified: list[Directive] | None = None  # what verify() has found right, as it was written
 
     def __getitem__(self, glob: str) -> Selection:
@@ -59,21 +53,16 @@ class Schedule:
     def add(self, on: str, do: str, **args: Any) -> None:
         """Add a line. Raises ConfigError: the schedule has been applied already (E15)."""
         if self.applied is not None:
-            raise ConfigError(
-                f"{do} on {on!r} comes after apply(): a schedule is applied once, as a whole; write all lines first, then apply() (E15)"
-            )
+            once = "a schedule is applied once, as a whole; write all lines first, then apply()"
+            raise ConfigError(f"{do} on {on!r} comes after apply(): {once} (E15)")
         self.directives.append(Directive(on, do, {k: v for k, v in args.items() if v is not None}, caller()))
 
-    def sequence(self, enter: str, leave: str, *, inside: str | None = None, arg: str | int | None = None) -> Schedule:
-        """Split activations along the sequence over tp between two modules (Megatron-LM's sequence parallelism, arXiv:2205.05198).
+    def sequence(self, enter: str, leave: str, *, inside: str | None = None, arg: Name = None) -> Schedule:
+        """Split activations along the sequence over tp between two modules (Megatron-LM's, arXiv:2205.05198).
 
-        Args:
-            enter: the module whose input is split, usually the first block.
-            leave: the module whose output is gathered, usually the norm after the last block, or that block.
-            inside: glob of the modules between them (default: all that are in one list with ``enter``, and ``leave``);
-                each rank uses their parameters that are not split on a share of the positions, so the gradients of
-                these are summed over tp.
-            arg: the input of ``enter`` that is split (default: the first).
+        The input ``arg`` (default: the first) of ``enter`` is split, and the output of ``leave`` gathered: usually the
+        first block, and the norm after the last. Gradients of unsplit parameters of the modules ``inside`` (a glob;
+        default: all that are in one list with ``enter``, and ``leave``) are summed over tp.
         """
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
         return self
@@ -81,14 +70,8 @@ class Schedule:
     def ulysses(self, axis: str = "sp", **options: Any) -> Schedule:
         """Split every sequence over ``axis``, and exchange it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-        A transformers model needs nothing else. See ``ulysses.py`` for what is split and how the loss is computed.
-
-        Args:
-            axis: axis of the mesh.
-            options: see ``ulysses_options.Options``; a model that is not of transformers needs those that name its
-                modules and inputs.
-            Raises:
-                ConfigError: an unknown option.
+        A transformers model needs nothing else; others need the options that name their modules and inputs. See
+        ``ulysses.py`` for what is split and how the loss is computed, and its ``OPTIONS``.
         """
         require_known("ulysses", options, OPTIONS)
         self.add("", "ulysses", axis=axis, **{"overlap_qkv": False, "pad": True, **options})
@@ -98,43 +81,35 @@ class Schedule:
         """Deal every sequence to the ranks of ``axis``, which send keys and values as the mask needs them.
 
         For transformers models; alone, or around ``ulysses()``, which then splits each rank's share. Any number of ranks
-        and heads. See ``context.py`` for the masks that are known, and ``parallel/context_parallel.py`` for the exchange.
-
-        Args:
-            axis: axis of the mesh.
-        Raises:
-            ConfigError: an unknown option.
+        and heads. See ``context.py`` for the masks that are known, and ``ulysses.CONTEXT_OPTIONS``.
         """
         require_known_of_context(options)
         self.add("", "context", axis=axis, **options)
         return self
 
     def zero(self, stage: int, optimizer: Any = None, *, micro_batches: int = 1, blocks: str | None = None) -> Schedule:
-        """Shard optimizer state, gradients and parameters over dp, cp and sp (ZeRO, arXiv:1910.02054), after all other lines.
+        """Shard optimizer state (1), also gradients (2), also parameters (3) over dp, cp and sp (ZeRO, arXiv:1910.02054).
 
         The training loop then calls ``applied.zero.backward(loss)`` for each micro-batch, and ``applied.zero.step()``.
 
         Args:
-            stage: 1: optimizer state; 2: also gradients; 3: also parameters; 0: nothing, every rank has everything.
             optimizer: an OptimizerConfig, or a dict of its fields.
-            blocks: glob of the modules that are separate units (default: the items of the outermost lists of modules of
-                one class).
+            blocks: glob of the modules that are separate units (default: see ``zero.find_blocks``).
         """
         self.add("", "zero", stage=stage, optimizer=optimizer, micro_batches=micro_batches, blocks=blocks)
         return self
 
     def show(self, *, every: bool = False) -> str:
-        """Return the model's tree as text, with its splits and collectives; identical modules are shown once.
+        """Return the model's tree with its splits and collectives; identical modules are shown once.
 
-        Args:
-            every: include modules that no line affects.
+        ``every``: also modules that no line affects.
         """
         return text.show(survey(self), every=every)
 
     def explain(self, path: str) -> str:
         """Describe each module that a glob matches: its share of each parameter, and the reason of each collective."""
-        found = survey(self)
-        return "\n".join(text.explain(found, each) for each in expand(self.model, path))
+        surveyed = survey(self)
+        return "\n".join(text.explain(surveyed, match) for match in expand(self.model, path))
 
     def diff(self, other: Schedule) -> Difference:
         """Compare with another schedule; the result is false, and prints "no difference", if there is none."""
@@ -143,8 +118,7 @@ class Schedule:
     def cost(self, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
         """Compute the bytes that a rank holds, and those that it sends in a step.
 
-        Args:
-            batch: rows of a micro-batch, of ``seq`` tokens each; or keyword arguments of the model.
+        ``batch``: rows of a micro-batch, of ``seq`` tokens each; or keyword arguments of the model.
         """
         return cost(self, batch, seq)
 
@@ -160,9 +134,8 @@ class Schedule:
         """Add the lines of a file. Raises ConfigError: it does not fit this model, or a line is invalid."""
         lines, seq_dim = plan_file.load(path, self.model)
         if self.directives and seq_dim != self.seq_dim:
-            raise ConfigError(
-                f"{path} has seq_dim {seq_dim}, and the lines that are here have {self.seq_dim}: load it first"
-            )
+            both = f"{path} has seq_dim {seq_dim}, and the lines that are here have {self.seq_dim}"
+            raise ConfigError(f"{both}: load it first")
         self.seq_dim = seq_dim
         for line in lines:
             self.add(line.on, line.do, **line.args)
@@ -170,12 +143,10 @@ class Schedule:
         return self
 
     def check(self, batch: Mapping[str, Any] | None = None) -> str:
-        """Look at the lines alone, without ranks: paths, sizes, heads, and sums that are plainly missing or made twice.
+        """Look at the lines alone, without ranks or a run: paths, sizes, heads, options, and what does not fit together.
 
-        Args:
-            batch: ignored; the model is not run.
-        Returns:
-            What is left to ``verify()``, as a sentence.
+        ``batch`` is ignored. Returns, as a sentence, what is left to ``verify()``.
+
         Raises:
             ConfigError: ``apply()`` would refuse the lines, or has been called already (E15).
         """
@@ -209,36 +180,31 @@ class Schedule:
     ) -> Verdict:
         """Compare as ``verify()`` does, but return a verdict (see ``verdict.ok``) even if the results differ."""
         if self.applied is not None:
-            raise ConfigError(
-                "verify() compares with the whole model, which is gone after apply(): call it before (E15)"
-            )
+            why = "compares with the whole model, which is gone after apply()"
+            raise ConfigError(f"verify() {why}: call it before (E15)")
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
         if self.mesh.is_imagined:
             raise ConfigError(
-                f"verify() computes on ranks, and this mesh has sizes only ({self.mesh}): make it with Mesh.of(groups) in a job, or save()"
-                " the lines for `megatron-sp schedule verify`, which starts its ranks itself"
+                f"verify() computes on ranks, and this mesh has sizes only ({self.mesh}): make it with Mesh.of(groups) in a"
+                " job, or save() the lines for `megatron-sp schedule verify`, which starts its ranks itself"
             )
-        verdict, self.directives = measure(
-            self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss
-        )
+        where = (self.model, self.directives, self.mesh, self.seq_dim)
+        verdict, self.directives = measure(*where, batch, dtype=dtype, loss=loss)
         if verdict.ok:
             self._verified = as_said(self.directives)
         return verdict
 
     def apply(self, batch: Mapping[str, Any] | None = None, *, verify: bool = True) -> nn.Module:
-        """Apply the lines to the model. Collective over all ranks of the mesh.
+        """Apply the lines to the model, and return it. Collective over all ranks of the mesh.
 
         Lines that ``verify()`` has not accepted are verified first, on a small copy of the model if it is large: see
         ``proof.py``. If that is not possible, there is a warning, or an error if something is open (adjoints, where
         dropout differs). On a mesh without a job nothing is verified, as nothing can run.
 
         Args:
-            batch: keyword arguments of the model, the same on every rank (default: an example, if its configuration
-                describes its inputs).
+            batch: as for ``verify()`` (default: an example, if the model's configuration describes its inputs).
             verify: False: trust the lines, with defaults for what is open: the adjoint of an all_gather is
                 reduce_scatter at an input and slice at an output, and dropout is the same on all ranks.
-        Returns:
-            The model.
         Raises:
             NumericsError: the split model computes something else than the whole one; says where, and what is missing.
             ConfigError: a line is invalid, something is open and cannot be measured, or this is a second call (E15).
@@ -272,19 +238,16 @@ class Selection:
     def mod(self) -> nn.Module:
         """The only selected module. Raises ConfigError: there are several."""
         if len(self.paths) != 1:
-            raise ConfigError(
-                f"{self.glob!r} names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}, ..."
-            )
+            names = f"names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}"
+            raise ConfigError(f"{self.glob!r} {names}, ...")
         return self.schedule.model.get_submodule(self.paths[0])
 
     def shard(
-        self, tensor: str, axis: int, *, blocks: Any = None, heads: int | None = None, replicas: bool | None = None,
-    ) -> Selection:  # fmt: skip
+        self, tensor: str, axis: int, *, blocks: Any = None, heads: int | None = None, replicas: bool | None = None
+    ) -> Selection:
         """Split a parameter over tp along a dim.
 
         Args:
-            tensor: its name in the module.
-            axis: dim of the parameter.
             blocks: number of equal parts along that dim, or sizes of the parts, each of which is split, as in a fused
                 q, k, v.
             heads: number of heads; the parts are split only between heads.
@@ -297,11 +260,10 @@ class Selection:
         self, *, input: str = "copy", blocks: Any = None, heads: int | None = None, replicas: bool | None = None,
         gather: bool | None = None,
     ) -> Selection:  # fmt: skip
-        """Split a linear layer by its outputs, both weight and bias.
+        """Split a linear layer by its outputs, both weight and bias; ``gather`` joins them again. For the rest see ``shard``.
 
-        Args:
-            input: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of
-                its weight; prepared: a sync at an enclosing module does (one for q, k and v together).
+        ``input``: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of
+        its weight; prepared: a sync at an enclosing module does (one for q, k and v together).
         """
         return self._add("column", input=input, blocks=blocks, heads=heads, replicas=replicas, gather=gather)
 
@@ -310,14 +272,12 @@ class Selection:
     ) -> Selection:
         """Split a linear layer by its inputs; the ranks' results are summed, then the bias is added, once.
 
-        Args:
-            reduce: all_reduce, or reduce_scatter along ``axis``.
-            axis: dim of the result (default: the sequence).
+        ``reduce``: all_reduce, or reduce_scatter along ``axis`` of the result (default: the sequence).
         """
         return self._add("row", reduce=reduce, axis=axis, blocks=blocks, heads=heads)
 
     def sync(
-        self, mode: str, sync_op_or_fn: Any, *, axis: int | None = None, arg: str | int | None = None, out: int | str | None = None,
+        self, mode: str, sync_op_or_fn: Any, *, axis: int | None = None, arg: Name = None, out: Name = None,
         grad: str | None = None, over: str | None = None, layouts: str | None = None,
     ) -> Selection:  # fmt: skip
         """Add a collective where tensors enter or leave the modules.
@@ -325,24 +285,20 @@ class Selection:
         Args:
             mode: fwd_pre (an input), fwd_post (an output), bwd_post (the gradient of an input).
             sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce, copy (nothing forward, all_reduce backward),
-                    or a function (tensor, group) -> tensor, with ``layouts`` such as "S(1)->R" to describe what it
-                    does.
-                axis: dim of the activation.
-                arg: input, by name or index (default: the first).
-                out: output, by index or key (default: the only one, or the first).
-                grad: adjoint of all_gather: reduce_scatter or slice (default: measured by ``verify()``).
-                over: axis of the mesh (default: tp).
+                or a function (tensor, group) -> tensor, with ``layouts`` such as "S(1)->R" to describe what it does.
+            axis: dim of the activation.
+            arg, out: the input or output, by name or index (default: the first).
+            grad: adjoint of all_gather: reduce_scatter or slice (default: measured by ``verify()``).
+            over: axis of the mesh (default: tp).
         """
-        return self._add(
-            "sync", mode=mode, op=sync_op_or_fn, axis=axis, arg=arg, out=out, grad=grad, over=over, layouts=layouts
-        )
+        more = {"arg": arg, "out": out, "grad": grad, "over": over, "layouts": layouts}
+        return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, **more)
 
     def hook(self, mode: str, fn: Callable[..., Any]) -> Selection:
         """Register a torch hook, for what a ``sync`` of one tensor cannot do; it is omitted if tp is 1.
 
-        Args:
-            mode: fwd_pre: fn(module, inputs); fwd_post: fn(module, inputs, output); bwd_post: fn(module, grad_inputs,
-                grad_outputs).
+        ``mode``: fwd_pre: fn(module, inputs); fwd_post: fn(module, inputs, output); bwd_post: fn(module, grad_inputs,
+        grad_outputs).
         """
         return self._add("hook", mode=mode, fn=fn)
 
@@ -357,9 +313,7 @@ class Selection:
     def checkpoint(self, policy: str | None = None) -> Selection:
         """Recompute the modules in backward instead of saving their activations (activation checkpointing).
 
-        Args:
-            policy: full, or keep_gathered: the results of all-gathers inside are saved, so that these are not repeated
-                (default: full).
+        ``policy``: full (default), or keep_gathered: results of all-gathers inside are saved, so these are not repeated.
         """
         return self._add("checkpoint", policy=policy)
 
@@ -370,9 +324,7 @@ class Selection:
     def rng(self, axis: str = "tp") -> Selection:
         """Make random numbers inside differ between the ranks of an axis, for dropout on split tensors.
 
-        Args:
-            axis: axis of the mesh; "same": inside modules where they differ, these modules get the same numbers on all
-                ranks again.
+        With "same", modules inside of such ones get the same numbers on all ranks again.
         """
         return self._add("rng", axis=axis)
 
@@ -395,11 +347,10 @@ def load(path: str | Path, model: nn.Module, mesh: Mesh | None = None) -> Schedu
 
 
 def schedule(model: nn.Module, mesh: Mesh | None = None, *, seq_dim: int = 1) -> Schedule:
-    """Create an empty schedule for a model.
+    """Create an empty schedule for a model, which may be on the meta device, to show and to apply.
 
     Args:
-        model: may be on the meta device, to show and to apply.
         mesh: ``Mesh.of(groups)`` in a job, ``Mesh.sizes(tp=2)`` to show it without one; None: one rank.
-        seq_dim: the sequence dim of activations: 1 of [b, s, h].
+        seq_dim: the dim of activations that runs over positions: 1 of [b, s, h].
     """
     return Schedule(model, mesh or Mesh(), seq_dim)

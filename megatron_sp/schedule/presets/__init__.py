@@ -8,20 +8,23 @@ To add a family, decorate a function that writes its lines with ``@register_pres
 """
 
 from megatron_sp.schedule.presets.families import (
+    Blocks,
+    auto,
     bert,
     clip,
     falcon,
+    families,
     gpt2,
     gpt_neox,
     llama,
     modernbert,
     opt,
+    register_preset,
     t5,
     vit,
     whisper,
-)
+)  # fmt: skip
 from megatron_sp.schedule.presets.hf_plan import from_hf_plan
-from megatron_sp.schedule.presets.registry import Blocks, auto, families, register_preset
 
 __all__ = [
     "Blocks", "auto", "bert", "clip", "falcon", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "modernbert", "opt",

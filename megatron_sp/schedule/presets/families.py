@@ -1,40 +1,199 @@
-"""Presets of families: a function for each, in ordinary lines of a schedule."""
+"""Presets of model families, which transformers names in ``config.model_type``: a function for each, in ordinary lines."""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from megatron_sp.schedule.presets.registry import (
-    Around,
-    Blocks,
-    around,
-    base_of,
-    config_of,
-    differ,
-    drops,
-    module_or_none,
-    register_preset,
-    share_key_values,
-)
-from megatron_sp.schedule.schedule import Schedule
+from torch import nn
+
+from megatron_sp.schedule.core.directives import Mesh
+from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError
+
+
+class Blocks(NamedTuple):
+    """Paths of a model's blocks, as a preset returns them."""
+
+    glob: str
+    first: str  # the block before which activations are split along the sequence, if they are
+    last: str  # the module after which they are whole again: the norm after the blocks, or the last block
+
+
+Writer = Callable[[Schedule, bool], Blocks]
+Ends = tuple[str, str]  # collectives at the input of layers split by columns, and at the output of those split by rows
+_WRITERS: dict[str, Writer] = {}
+
+
+def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
+    """Decorate a function that writes the lines of a family.
+
+    The function takes the schedule, and whether activations between the layers are split along the sequence over tp;
+    the model is ``schedule.model``. It returns the paths of the blocks. It does not write the lines of word embeddings,
+    output layer, ``sequence()`` and recomputation, which ``auto`` adds.
+    """
+
+    def register(writer: Writer) -> Writer:
+        _WRITERS.update(dict.fromkeys(model_types, writer))
+        return writer
+
+    return register
+
+
+def families() -> list[str]:
+    """Return the known families."""
+    return sorted(_WRITERS)
+
+
+def auto(
+    model: nn.Module, mesh: Mesh | None = None, *, tp: int | None = None, sp: int | None = None, cp: int | None = None,
+    seq: bool = False, ulysses: bool | None = None, context: bool | None = None, vocab: bool = True, recompute: str | bool = False,
+) -> Schedule:  # fmt: skip
+    """Make the schedule of a model of a known family; it is not yet applied, and lines may be added.
+
+    Args:
+        mesh: mesh of the job. Without one, ``tp``, ``sp`` and ``cp`` give the sizes of a schedule that is checked and
+            shown without a job; with one they must agree with it.
+        seq: split activations between the layers along the sequence over tp (arXiv:2205.05198).
+        ulysses, context: split sequences over sp, deal them to the ranks of cp (default: if these are above 1).
+        vocab: split the word embeddings and the output layer along the vocabulary.
+        recompute: recompute blocks in backward; True, or the policy of ``.checkpoint()``.
+    Raises:
+        ConfigError: the family is unknown, the model has a feature that the preset does not cover, or sizes do not
+            agree with the mesh.
+    """
+    for axis, size in (("tp", tp), ("sp", sp), ("cp", cp)) if mesh is not None else ():
+        if size is not None and size != mesh.group(axis).size():  # type: ignore[union-attr]
+            raise ConfigError(f"{axis} ({size}) is not that of the mesh ({mesh}): leave it out, or make another mesh")
+    config: Any = getattr(model, "config", None)
+    name, cls = getattr(config, "model_type", None), type(model).__name__
+    if name is None:
+        by = "by which presets are found: write its lines with schedule(model, mesh)"
+        raise ConfigError(f"{cls} has no config.model_type, {by}")
+    if name not in _WRITERS:
+        is_known = type(config).__module__.startswith("transformers.models.")  # so its name is no misspelling
+        near = [] if is_known else difflib.get_close_matches(str(name), families(), 2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        has_plan = getattr(config, "base_model_tp_plan", None)
+        plan = ", or take transformers' own plan with from_hf_plan(model)" if has_plan else ""
+        way = f"write its lines with schedule(model, mesh){plan}"
+        raise ConfigError(f"there is no preset for {name!r}, only for {', '.join(families())}{hint}: {way}")
+    s = schedule(model, mesh or Mesh.sizes(tp=tp or 1, sp=sp or 1, cp=cp or 1))
+    blocks = _WRITERS[name](s, seq)
+    if vocab:
+        weights = {id(m.weight) for m in _vocabularies(model) if isinstance(m, (nn.Embedding, nn.Linear))}
+        for path, module in model.named_modules():  # tied ones are split together
+            if isinstance(module, (nn.Embedding, nn.Linear)) and id(module.weight) in weights:
+                s[path].vocab_parallel()
+    if seq:
+        s.sequence(blocks.first, blocks.last)
+    if recompute:
+        s[blocks.glob].checkpoint(None if recompute is True else recompute)
+    ulysses = ulysses if ulysses is not None else s.mesh.sp.size() > 1
+    context = context if context is not None else s.mesh.cp.size() > 1
+    # sequences are cut from inputs to labels if there is an output layer, else in the blocks only: other heads may use
+    # whole sequences
+    cuts_inputs = (ulysses or context) and model.get_output_embeddings() is not None  # type: ignore[operator]
+    region = {} if cuts_inputs else {"enter": blocks.first, "leave": blocks.last}
+    if ulysses:
+        s.ulysses(**region)
+    if context:
+        s.context(**({} if ulysses else region))
+    if (ulysses or context) and drops(config):
+        # after the lines of tp, so around them: what is alike for the ranks of tp still differs over sp. Not around the
+        # whole model: layerdrop must skip the same blocks on all ranks
+        s[blocks.glob].rng("sp")
+        inside = tuple(f"{path}." for path in s[blocks.glob])
+        for path, module in model.named_modules() if cuts_inputs else ():
+            if isinstance(module, nn.Dropout) and not path.startswith(inside):
+                s[path].rng("sp")
+    return s
+
+
+def _vocabularies(model: Any) -> list[Any]:
+    # the word embeddings and the output layer; for a model of several models (CLIP), those of each
+    try:
+        return [model.get_input_embeddings(), model.get_output_embeddings()]
+    except NotImplementedError:
+        return [m for child in model.children() if hasattr(child, "get_input_embeddings") for m in _vocabularies(child)]
+
+
+# what writers of lines share
+
+
+def base_of(s: Schedule) -> str:
+    """Return the prefix of the base model's modules: such as "model." in a model with a head, empty in the base model itself."""
+    prefix = getattr(s.model, "base_model_prefix", "")
+    return f"{prefix}." if prefix and isinstance(getattr(s.model, prefix, None), nn.Module) else ""
+
+
+def share_key_values(s: Schedule, attention: str, queries: int, key_values: int) -> None:
+    """Let each rank's queries use one key/value head, if there are fewer such heads than ranks."""
+    size = s.mesh.tp.size()
+    if key_values < size and size % key_values == 0:
+        s[attention].set("num_key_value_groups", queries // size)
+
+
+def drops(config: Any) -> bool:
+    """Return whether there is any dropout in the blocks."""
+    rates = {name: value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
+    return any(rate > 0 and not name.startswith(("summary_", "classifier_")) for name, rate in rates.items())
+
+
+def _begin(s: Schedule, seq: bool) -> tuple[Any, str, Ends]:
+    # (configuration, base_of, collectives before layers split by columns and after those split by rows)
+    config: Any = s.model.config
+    if getattr(config, "add_cross_attention", False):
+        what = f"has cross attention (add_cross_attention), which the preset of {config.model_type} does not cover"
+        raise ConfigError(f"{type(s.model).__name__} {what}: write its lines with schedule(model, mesh)")
+    return config, base_of(s), ("all_gather", "reduce_scatter") if seq else ("copy", "all_reduce")
+
+
+def _has(s: Schedule, path: str) -> bool:
+    return any(name == path for name, _ in s.model.named_modules())
+
+
+def _attention(s: Schedule, path: str, qkv: str, out: str, ends: Ends, **column: Any) -> None:
+    s[path].sync("fwd_pre", ends[0], arg="hidden_states")
+    s[f"{path}.{qkv}"].column(input="prepared", **column)
+    s[f"{path}.{out}"].row(ends[1])
+
+
+def _mlp(s: Schedule, path: str, up: str, down: str, ends: Ends, **column: Any) -> None:
+    s[path].sync("fwd_pre", ends[0])
+    s[f"{path}.{up}"].column(input="prepared", **column)
+    s[f"{path}.{down}"].row(ends[1])
+
+
+def _differ(s: Schedule, blocks: str, *split: str, seq: bool, same: str = "") -> None:
+    # dropout differs between tp ranks: in whole blocks if the sequence is split, otherwise only in the split modules, but
+    # for what comes after the sum inside of them (``same``)
+    if drops(s.model.config):
+        for glob in [blocks] if seq else split:
+            s[glob].rng("tp")
+        if same and not seq:
+            s[same].rng("same")
+
+
+def _refuse_sp(s: Schedule, why: str, instead: str = "give these ranks to tp or dp") -> None:
+    if (sp := s.mesh.sp.size()) > 1:
+        raise ConfigError(f"{why.format(sp=sp)}: {instead}")
 
 
 @register_preset("bert", "roberta")
 def bert(s: Schedule, seq: bool) -> Blocks:
     """Write the lines of BERT and RoBERTa, with any head."""
-    config, layers, (enter, leave) = config_of(s), f"{base_of(s)}encoder.layer", around(seq)
-    blocks, heads = f"{layers}.*", config.num_attention_heads
-
-    s[f"{blocks}.attention.self"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.attention.self.{{query,key,value}}"].column(input="prepared", heads=heads)
-    s[f"{blocks}.attention.output.dense"].row(leave)
-
-    s[f"{blocks}.intermediate"].sync("fwd_pre", enter)
+    config, base, ends = _begin(s, seq)
+    layers = f"{base}encoder.layer"
+    blocks = f"{layers}.*"
+    s[f"{blocks}.attention.self"].sync("fwd_pre", ends[0], arg="hidden_states")
+    s[f"{blocks}.attention.self.{{query,key,value}}"].column(input="prepared", heads=config.num_attention_heads)
+    s[f"{blocks}.attention.output.dense"].row(ends[1])
+    s[f"{blocks}.intermediate"].sync("fwd_pre", ends[0])
     s[f"{blocks}.intermediate.dense"].column(input="prepared")
-    s[f"{blocks}.output.dense"].row(leave)
-
-    differ(s, blocks, f"{blocks}.attention.self", seq=seq)
+    s[f"{blocks}.output.dense"].row(ends[1])
+    _differ(s, blocks, f"{blocks}.attention.self", seq=seq)
     # there is no norm after the last layer: it is the layer's own
     return Blocks(blocks, f"{layers}.0", f"{layers}.{config.num_hidden_layers - 1}")
 
@@ -42,61 +201,40 @@ def bert(s: Schedule, seq: bool) -> Blocks:
 @register_preset("gpt2")
 def gpt2(s: Schedule, seq: bool) -> Blocks:
     """Write the lines of GPT-2: one projection for q, k and v with a transposed weight (``Conv1D``); its width follows."""
-    config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}h.*", around(seq)
-
-    s[f"{blocks}.attn"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.attn.c_attn"].column(input="prepared", blocks=3, heads=config.n_head)
-    s[f"{blocks}.attn.c_proj"].row(leave)
-
-    s[f"{blocks}.mlp"].sync("fwd_pre", enter)
-    s[f"{blocks}.mlp.c_fc"].column(input="prepared")
-    s[f"{blocks}.mlp.c_proj"].row(leave)
-
-    differ(s, blocks, f"{blocks}.attn", seq=seq)
-    if drops(config) and not seq:
-        s[f"{blocks}.attn.resid_dropout"].rng("same")  # after the sum, inside of the module that differs
-    return Blocks(blocks, f"{base_of(s)}h.0", f"{base_of(s)}ln_f")
+    config, base, ends = _begin(s, seq)
+    blocks = f"{base}h.*"
+    _attention(s, f"{blocks}.attn", "c_attn", "c_proj", ends, blocks=3, heads=config.n_head)
+    _mlp(s, f"{blocks}.mlp", "c_fc", "c_proj", ends)
+    _differ(s, blocks, f"{blocks}.attn", seq=seq, same=f"{blocks}.attn.resid_dropout")
+    return Blocks(blocks, f"{base}h.0", f"{base}ln_f")
 
 
 @register_preset("gpt_neox")
 def gpt_neox(s: Schedule, seq: bool) -> Blocks:
     """Write the lines of GPT-NeoX (Pythia): one projection with q, k and v adjacent within each head."""
-    config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
-
-    s[f"{blocks}.attention"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.attention.query_key_value"].column(
-        input="prepared", blocks=1, heads=config.num_attention_heads
-    )  # cut between heads
-    s[f"{blocks}.attention.dense"].row(leave)
-
-    s[f"{blocks}.mlp"].sync("fwd_pre", enter)
-    s[f"{blocks}.mlp.dense_h_to_4h"].column(input="prepared")
-    s[f"{blocks}.mlp.dense_4h_to_h"].row(leave)
-
-    differ(s, blocks, f"{blocks}.attention", seq=seq)
-    return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}final_layer_norm")
+    config, base, ends = _begin(s, seq)
+    blocks, heads = f"{base}layers.*", config.num_attention_heads
+    _attention(s, f"{blocks}.attention", "query_key_value", "dense", ends, blocks=1, heads=heads)  # cut between heads
+    _mlp(s, f"{blocks}.mlp", "dense_h_to_4h", "dense_4h_to_h", ends)
+    _differ(s, blocks, f"{blocks}.attention", seq=seq)
+    return Blocks(blocks, f"{base}layers.0", f"{base}final_layer_norm")
 
 
 @register_preset("llama", "mistral", "qwen2", "qwen3")
 def llama(s: Schedule, seq: bool) -> Blocks:
     """Write the lines of Llama and models with the same modules: Mistral, Qwen2 (biases at q, k, v), Qwen3 (a norm within each head)."""
-    config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
-    heads, key_values = config.num_attention_heads, config.num_key_value_heads
-
-    s[f"{blocks}.self_attn"].sync("fwd_pre", enter, arg="hidden_states")
+    config, base, ends = _begin(s, seq)
+    blocks, heads, key_values = f"{base}layers.*", config.num_attention_heads, config.num_key_value_heads
+    s[f"{blocks}.self_attn"].sync("fwd_pre", ends[0], arg="hidden_states")
     s[f"{blocks}.self_attn.q_proj"].column(input="prepared", heads=heads)
     s[f"{blocks}.self_attn.{{k,v}}_proj"].column(input="prepared", heads=key_values, replicas=True)
-    s[f"{blocks}.self_attn.o_proj"].row(leave)
+    s[f"{blocks}.self_attn.o_proj"].row(ends[1])
     share_key_values(s, f"{blocks}.self_attn", heads, key_values)
-    if module_or_none(s, f"{base_of(s)}layers.0.self_attn.q_norm") is not None:
+    if _has(s, f"{base}layers.0.self_attn.q_norm"):
         s[f"{blocks}.self_attn.{{q,k}}_norm"].sum_gradients()  # whole on every rank, and used on its heads
-
-    s[f"{blocks}.mlp"].sync("fwd_pre", enter)
-    s[f"{blocks}.mlp.{{gate,up}}_proj"].column(input="prepared")
-    s[f"{blocks}.mlp.down_proj"].row(leave)
-
-    differ(s, blocks, f"{blocks}.self_attn", seq=seq)
-    return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}norm")
+    _mlp(s, f"{blocks}.mlp", "{gate,up}_proj", "down_proj", ends)
+    _differ(s, blocks, f"{blocks}.self_attn", seq=seq)
+    return Blocks(blocks, f"{base}layers.0", f"{base}norm")
 
 
 @register_preset("opt")
@@ -106,238 +244,161 @@ def opt(s: Schedule, seq: bool) -> Blocks:
     With the sequence split, ranks therefore gather along the first dim there: this changes the order of the rows, which
     does not matter to an MLP, and the reduce_scatter after it splits along the same dim again.
     """
-    config, decoder, (enter, leave) = config_of(s), f"{base_of(s)}decoder", around(seq)
-    blocks, rows = f"{decoder}.layers.*", 0
-
-    s[f"{blocks}.self_attn"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.self_attn.{{q,k,v}}_proj"].column(input="prepared", heads=config.num_attention_heads)
-    s[f"{blocks}.self_attn.out_proj"].row(leave)
-
-    s[f"{blocks}.fc1"].sync("fwd_pre", enter, axis=rows).column(input="prepared")
-    s[f"{blocks}.fc2"].row(leave, axis=rows)
-
-    differ(s, blocks, f"{blocks}.self_attn", seq=seq)
-    norm, last = f"{decoder}.final_layer_norm", f"{decoder}.layers.{config.num_hidden_layers - 1}"
+    config, base, ends = _begin(s, seq)
+    layers, norm, rows = f"{base}decoder.layers", f"{base}decoder.final_layer_norm", 0
+    blocks = f"{layers}.*"
+    _attention(s, f"{blocks}.self_attn", "{q,k,v}_proj", "out_proj", ends, heads=config.num_attention_heads)
+    s[f"{blocks}.fc1"].sync("fwd_pre", ends[0], axis=rows).column(input="prepared")
+    s[f"{blocks}.fc2"].row(ends[1], axis=rows)
+    _differ(s, blocks, f"{blocks}.self_attn", seq=seq)
     # where norms stand after their layers, none stands after the last
-    return Blocks(blocks, f"{decoder}.layers.0", last if module_or_none(s, norm) is None else norm)
+    return Blocks(blocks, f"{layers}.0", norm if _has(s, norm) else f"{layers}.{config.num_hidden_layers - 1}")
 
 
 @register_preset("t5")
 def t5(s: Schedule, seq: bool) -> Blocks:
     """Write the lines. Raises ConfigError: sp above 1."""
-    config, (enter, leave) = config_of(s), around(seq)
-    has_decoder = module_or_none(s, f"{base_of(s)}decoder") is not None
-    stacks = f"{base_of(s)}{'{encoder,decoder}' if has_decoder else 'encoder'}"
-    if (sp := s.mesh.sp.size()) > 1:
-        raise ConfigError(
-            f"T5's attention has a bias of positions for each head, which Ulysses (sp {sp}) does not trade: give these ranks to tp or dp"
-        )
-    blocks, heads = f"{stacks}.block.*", config.num_heads
-    attention, mlp = (
-        f"{blocks}.layer.*.{'{SelfAttention,EncDecAttention}' if has_decoder else 'SelfAttention'}",
-        f"{blocks}.layer.*.DenseReluDense",
-    )
-
-    s[attention].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{attention}.{{q,k,v}}"].column(input="prepared", heads=heads)
-    s[f"{attention}.relative_attention_bias"].column(heads=heads)
-    s[f"{attention}.o"].row(leave)
+    config, base, ends = _begin(s, seq)
+    _refuse_sp(s, "T5's attention has a bias of positions for each head, which Ulysses (sp {sp}) does not trade")
+    has_decoder = _has(s, f"{base}decoder")
+    blocks = f"{base}{'{encoder,decoder}' if has_decoder else 'encoder'}.block.*"
+    attention = f"{blocks}.layer.*.{'{SelfAttention,EncDecAttention}' if has_decoder else 'SelfAttention'}"
+    mlp, last = f"{blocks}.layer.*.DenseReluDense", f"{base}{'decoder' if has_decoder else 'encoder'}"
+    s[attention].sync("fwd_pre", ends[0], arg="hidden_states")
+    s[f"{attention}.{{q,k,v}}"].column(input="prepared", heads=config.num_heads)
+    s[f"{attention}.relative_attention_bias"].column(heads=config.num_heads)
+    s[f"{attention}.o"].row(ends[1])
     if has_decoder:
         s[f"{blocks}.layer.1.EncDecAttention"].sync("fwd_pre", "copy", arg="key_value_states")
-
-    s[mlp].sync("fwd_pre", enter)
-    s[f"{mlp}.wi{'_*' if config.is_gated_act else ''}"].column(input="prepared")
-    s[f"{mlp}.wo"].row(leave)
-
-    differ(s, blocks, attention, mlp, seq=seq)
-    last = f"{base_of(s)}{'decoder' if has_decoder else 'encoder'}"
+    _mlp(s, mlp, f"wi{'_*' if config.is_gated_act else ''}", "wo", ends)
+    _differ(s, blocks, attention, mlp, seq=seq)
     if has_decoder and seq:
-        s.sequence(f"{base_of(s)}encoder.block.0", f"{base_of(s)}encoder.final_layer_norm")
+        s.sequence(f"{base}encoder.block.0", f"{base}encoder.final_layer_norm")
     return Blocks(blocks, f"{last}.block.0", f"{last}.final_layer_norm")
 
 
 @register_preset("falcon")
 def falcon(s: Schedule, seq: bool) -> Blocks:
     """Write the lines. Raises ConfigError: sp above 1; alibi; or multi_query with a sequence that is to be split."""
-    config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}h.*", around(seq)
-    _require_covered(config, s.mesh.sp.size(), seq)
-    attention, queries = f"{blocks}.self_attention", config.num_attention_heads
-
-    if config.new_decoder_architecture or not config.multi_query:
-        groups = config.num_kv_heads if config.new_decoder_architecture else queries
-        s[attention].sync("fwd_pre", enter, arg="hidden_states")
-        s[f"{attention}.query_key_value"].column(input="prepared", blocks=1, heads=groups)
-        if groups != queries:
-            s[attention].set("num_heads", divide="tp")  # those of the groups follow
-        s[f"{attention}.dense"].row(leave)
-
-    s[f"{blocks}.mlp"].sync("fwd_pre", enter)
-    s[f"{blocks}.mlp.dense_h_to_4h"].column(input="prepared")
-    s[f"{blocks}.mlp.dense_4h_to_h"].row(leave)
-
-    differ(s, blocks, seq=seq)  # dropout comes only after the sums
-    return Blocks(blocks, f"{base_of(s)}h.0", f"{base_of(s)}ln_f")
-
-
-def _require_covered(config: Any, sp: int, seq: bool) -> None:
-    if sp > 1:
-        raise ConfigError(
-            f"Falcon computes its attention itself, so Ulysses (sp {sp}) has no place to trade heads: give these ranks to tp or dp"
-        )
+    config, base, ends = _begin(s, seq)
+    _refuse_sp(s, "Falcon computes its attention itself, so Ulysses (sp {sp}) has no place to trade heads")
     if config.alibi:
         raise ConfigError(
-            "Falcon with slopes (alibi) adds a number for each head to its mask, which the preset does not cover: write its lines with"
-            " schedule(model, mesh), as docs/reference/schedule_presets.md does for Bloom"
+            "Falcon with slopes (alibi) adds a number for each head to its mask, which the preset does not cover: write its"
+            " lines with schedule(model, mesh), as docs/reference/schedule_presets.md does for Bloom"
         )
-    if seq and config.multi_query and not config.new_decoder_architecture:
+    one_key = config.multi_query and not config.new_decoder_architecture
+    if seq and one_key:
         raise ConfigError(
-            "Falcon with multi_query has one key and value for all heads, so its attention stays whole on every rank, and wants all"
-            " positions there: leave seq out"
+            "Falcon with multi_query has one key and value for all heads, so its attention stays whole on every rank, and"
+            " wants all positions there: leave seq out"
         )
+    blocks, queries = f"{base}h.*", config.num_attention_heads
+    if not one_key:
+        groups = config.num_kv_heads if config.new_decoder_architecture else queries
+        s[f"{blocks}.self_attention"].sync("fwd_pre", ends[0], arg="hidden_states")
+        s[f"{blocks}.self_attention.query_key_value"].column(input="prepared", blocks=1, heads=groups)
+        if groups != queries:
+            s[f"{blocks}.self_attention"].set("num_heads", divide="tp")  # those of the groups follow
+        s[f"{blocks}.self_attention.dense"].row(ends[1])
+    _mlp(s, f"{blocks}.mlp", "dense_h_to_4h", "dense_4h_to_h", ends)
+    _differ(s, blocks, seq=seq)  # dropout comes only after the sums
+    return Blocks(blocks, f"{base}h.0", f"{base}ln_f")
 
 
 @register_preset("modernbert")
 def modernbert(s: Schedule, seq: bool) -> Blocks:
     """Write the lines of ModernBERT: fused q, k, v projection, fused gate and up of the MLP."""
-    config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
+    config, base, ends = _begin(s, seq)
+    blocks = f"{base}layers.*"
+    _attention(s, f"{blocks}.attn", "Wqkv", "Wo", ends, blocks=3, heads=config.num_attention_heads)
+    _mlp(s, f"{blocks}.mlp", "Wi", "Wo", ends, blocks=2)
+    _differ(s, blocks, f"{blocks}.attn", f"{blocks}.mlp", seq=seq, same=f"{blocks}.attn.out_drop")
+    return Blocks(blocks, f"{base}layers.0", f"{base}final_norm")
 
-    s[f"{blocks}.attn"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.attn.Wqkv"].column(input="prepared", blocks=3, heads=config.num_attention_heads)
-    s[f"{blocks}.attn.Wo"].row(leave)
 
-    s[f"{blocks}.mlp"].sync("fwd_pre", enter)
-    s[f"{blocks}.mlp.Wi"].column(input="prepared", blocks=2)
-    s[f"{blocks}.mlp.Wo"].row(leave)
-
-    differ(s, blocks, f"{blocks}.attn", f"{blocks}.mlp", seq=seq)
-    if drops(config) and not seq:
-        s[f"{blocks}.attn.out_drop"].rng("same")  # after the sum, inside of the module that differs
-    return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}final_norm")
+_TWO_SEQUENCES = "two sequences of which each has its own length, and Ulysses (sp {sp}) cuts one"
 
 
 @register_preset("whisper")
 def whisper(s: Schedule, seq: bool) -> Blocks:
     """Write the lines. Raises ConfigError: sp above 1, audio positions that tp does not divide, or activation_dropout without ``seq``."""
-    config, ends = config_of(s), around(seq)
-    stacks = [name for name in ("encoder", "decoder") if module_or_none(s, f"{base_of(s)}{name}") is not None]
-    _require_covered_encoder_decoder(config, s, stacks, seq)
-    for name in stacks:
-        _write_stack(s, f"{base_of(s)}{name}", getattr(config, f"{name}_attention_heads"), ends)
-    layers = f"{base_of(s)}{stacks[0] if len(stacks) == 1 else '{encoder,decoder}'}.layers.*"
-    attention = f"{layers}.{'self_attn' if stacks == ['encoder'] else '{self_attn,encoder_attn}'}"
-    if len(stacks) == 2:
-        attention = (
-            f"{base_of(s)}{{encoder.layers.*.self_attn,decoder.layers.*.self_attn,decoder.layers.*.encoder_attn}}"
-        )
-        if seq:
-            s.sequence(f"{base_of(s)}encoder.layers.0", f"{base_of(s)}encoder.layer_norm")
-    differ(s, layers, attention, seq=seq)
-    last = f"{base_of(s)}{stacks[-1]}"
-    return Blocks(layers, f"{last}.layers.0", f"{last}.layer_norm")
-
-
-def _write_stack(s: Schedule, stack: str, heads: int, ends: Around) -> None:
-    blocks = f"{stack}.layers.*"
-    kinds = ["self_attn", "encoder_attn"] if stack.endswith("decoder") else ["self_attn"]
-    for attention in (f"{blocks}.{kind}" for kind in kinds):
-        s[attention].sync("fwd_pre", ends.enter, arg="hidden_states")
-        s[f"{attention}.{{q,k,v}}_proj"].column(input="prepared", heads=heads)
-        s[f"{attention}.out_proj"].row(ends.leave)
-    if "encoder_attn" in kinds:
-        s[f"{blocks}.encoder_attn"].sync("fwd_pre", "copy", arg="key_value_states")
-    s[f"{blocks}.fc1"].sync("fwd_pre", ends.enter).column(input="prepared")
-    s[f"{blocks}.fc2"].row(ends.leave)
-
-
-def _require_covered_encoder_decoder(config: Any, s: Schedule, stacks: list[str], seq: bool) -> None:
-    tp, sp = s.mesh.tp.size(), s.mesh.sp.size()
-    if sp > 1:
-        raise ConfigError(
-            f"Whisper has sound and text, two sequences of which each has its own length, and Ulysses (sp {sp}) cuts one: give these ranks"
-            " to tp or dp"
-        )
+    config, base, ends = _begin(s, seq)
+    tp, stacks = s.mesh.tp.size(), [name for name in ("encoder", "decoder") if _has(s, f"{base}{name}")]
+    _refuse_sp(s, f"Whisper has sound and text, {_TWO_SEQUENCES}")
     if seq and "encoder" in stacks and config.max_source_positions % tp:
-        raise ConfigError(
-            f"max_source_positions ({config.max_source_positions}) must be a multiple of tp ({tp}) to be cut along the sequence: leave seq"
-            " out (E12)"
-        )
+        rule = f"must be a multiple of tp ({tp}) to be cut along the sequence: leave seq out"
+        raise ConfigError(f"max_source_positions ({config.max_source_positions}) {rule} (E12)")
     if tp > 1 and not seq and config.activation_dropout > 0:
         raise ConfigError(
-            f"activation_dropout ({config.activation_dropout}) of Whisper's layers works on what is split, in the same module as dropout on"
-            " what is whole, and random numbers are told apart by module: set it to 0, or take seq=True"
+            f"activation_dropout ({config.activation_dropout}) of Whisper's layers works on what is split, in the same"
+            " module as dropout on what is whole, and random numbers are told apart by module: set it to 0, or take seq=True"
         )
+    attentions = []
+    for name in stacks:
+        blocks, heads = f"{base}{name}.layers.*", getattr(config, f"{name}_attention_heads")
+        for kind in ("self_attn", "encoder_attn") if name == "decoder" else ("self_attn",):
+            attentions.append(f"{blocks}.{kind}")
+            _attention(s, attentions[-1], "{q,k,v}_proj", "out_proj", ends, heads=heads)
+        if name == "decoder":
+            s[f"{blocks}.encoder_attn"].sync("fwd_pre", "copy", arg="key_value_states")
+        s[f"{blocks}.fc1"].sync("fwd_pre", ends[0]).column(input="prepared")
+        s[f"{blocks}.fc2"].row(ends[1])
+    if len(stacks) == 2 and seq:
+        s.sequence(f"{base}encoder.layers.0", f"{base}encoder.layer_norm")
+    layers = f"{base}{'{encoder,decoder}' if len(stacks) == 2 else stacks[0]}.layers.*"
+    _differ(s, layers, *attentions, seq=seq)
+    return Blocks(layers, f"{base}{stacks[-1]}.layers.0", f"{base}{stacks[-1]}.layer_norm")
 
 
 @register_preset("vit")
 def vit(s: Schedule, seq: bool) -> Blocks:
     """Write the lines. Raises ConfigError: tp does not divide the number of tokens, which are to be split."""
-    config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
-
-    s[f"{blocks}.attention"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.attention.{{q,k,v}}_proj"].column(input="prepared", heads=config.num_attention_heads)
-    s[f"{blocks}.attention.o_proj"].row(leave)
-
-    s[f"{blocks}.mlp"].sync("fwd_pre", enter)
-    s[f"{blocks}.mlp.fc1"].column(input="prepared")
-    s[f"{blocks}.mlp.fc2"].row(leave)
-
-    differ(s, blocks, f"{blocks}.attention", seq=seq)
+    config, base, ends = _begin(s, seq)
+    blocks = f"{base}layers.*"
+    _attention(s, f"{blocks}.attention", "{q,k,v}_proj", "o_proj", ends, heads=config.num_attention_heads)
+    _mlp(s, f"{blocks}.mlp", "fc1", "fc2", ends)
+    _differ(s, blocks, f"{blocks}.attention", seq=seq)
     if seq:
-        require_even(config, s.mesh.tp.size())
-    return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}layernorm")
+        _require_even(config, s.mesh.tp.size())
+    return Blocks(blocks, f"{base}layers.0", f"{base}layernorm")
 
 
-def require_even(config: Any, tp: int) -> None:
-    image, patch = (
-        tuple(n) if isinstance(n, (tuple, list)) else (n, n) for n in (config.image_size, config.patch_size)
-    )
+def _require_even(config: Any, tp: int) -> None:
+    sizes = (config.image_size, config.patch_size)
+    image, patch = (tuple(n) if isinstance(n, (tuple, list)) else (n, n) for n in sizes)
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if (patches + 1) % tp:
         raise ConfigError(
-            f"{patches} patches and the class token are {patches + 1} tokens, which must be a multiple of tp ({tp}) to be cut along the"
-            " sequence: leave seq out, or choose another image_size or patch_size (E12)"
+            f"{patches} patches and the class token are {patches + 1} tokens, which must be a multiple of tp ({tp}) to be cut"
+            " along the sequence: leave seq out, or choose another image_size or patch_size (E12)"
         )
-
-
-_TOWERS = {"text_model": "text_config", "vision_model": "vision_config"}
 
 
 @register_preset("clip", "clip_text_model", "clip_vision_model")
 def clip(s: Schedule, seq: bool) -> Blocks:
     """Write the lines. Raises ConfigError: both towers with sp above 1, or patches + 1 that are to be split and not divisible by tp."""
-    config = config_of(s)
-    towers = {name: getattr(config, of, config) for name, of in _TOWERS.items() if module_or_none(s, name) is not None}
-    if len(towers) == 2 and (sp := s.mesh.sp.size()) > 1:
-        raise ConfigError(
-            f"CLIP has text and images, two sequences of which each has its own length, and Ulysses (sp {sp}) cuts one: give these ranks"
-            " to tp or dp, or train one of its towers"
-        )
-    made = [_write_tower(s, f"{name}.", tower, seq) for name, tower in towers.items()] or [
-        _write_tower(s, "", config, seq)
-    ]
-    if seq:
-        for other in made[:-1]:
-            s.sequence(other.first, other.last)
-    blocks = made[-1]
-    return blocks._replace(glob=f"{{{','.join(towers)}}}.encoder.layers.*") if len(towers) == 2 else blocks
-
-
-def _write_tower(s: Schedule, base: str, config: Any, seq: bool) -> Blocks:
-    blocks, (enter, leave) = f"{base}encoder.layers.*", around(seq)
-
-    s[f"{blocks}.self_attn"].sync("fwd_pre", enter, arg="hidden_states")
-    s[f"{blocks}.self_attn.{{q,k,v}}_proj"].column(input="prepared", heads=config.num_attention_heads)
-    s[f"{blocks}.self_attn.out_proj"].row(leave)
-
-    s[f"{blocks}.mlp"].sync("fwd_pre", enter)
-    s[f"{blocks}.mlp.fc1"].column(input="prepared")
-    s[f"{blocks}.mlp.fc2"].row(leave)
-
-    if drops(config):
-        s[blocks if seq else f"{blocks}.self_attn"].rng("tp")
-    is_text = module_or_none(s, f"{base}final_layer_norm") is not None
-    if seq and not is_text:
-        require_even(config, s.mesh.tp.size())
-    # the norm after the image blocks sees the class token only, so the sequence is whole again before it
-    last = f"{base}final_layer_norm" if is_text else f"{base}encoder.layers.{config.num_hidden_layers - 1}"
-    return Blocks(blocks, f"{base}encoder.layers.0", last)
+    config, _, ends = _begin(s, seq)
+    towers = {"text_model": "text_config", "vision_model": "vision_config"}
+    towers = {name: of for name, of in towers.items() if _has(s, name)}
+    if len(towers) == 2:
+        train_one = "give these ranks to tp or dp, or train one of its towers"
+        _refuse_sp(s, f"CLIP has text and images, {_TWO_SEQUENCES}", train_one)
+    written = []
+    for name in towers or ("",):  # "": a tower by itself
+        base, of_tower = f"{name}." if name else "", getattr(config, towers.get(name, ""), config)
+        blocks = f"{base}encoder.layers.*"
+        _attention(s, f"{blocks}.self_attn", "{q,k,v}_proj", "out_proj", ends, heads=of_tower.num_attention_heads)
+        _mlp(s, f"{blocks}.mlp", "fc1", "fc2", ends)
+        if drops(of_tower):
+            s[blocks if seq else f"{blocks}.self_attn"].rng("tp")
+        is_text = _has(s, f"{base}final_layer_norm")
+        if seq and not is_text:
+            _require_even(of_tower, s.mesh.tp.size())
+        # the norm after the image blocks sees the class token only, so the sequence is whole again before it
+        last = "final_layer_norm" if is_text else f"encoder.layers.{of_tower.num_hidden_layers - 1}"
+        written.append(Blocks(blocks, f"{base}encoder.layers.0", f"{base}{last}"))
+    for other in written[:-1] if seq else ():
+        s.sequence(other.first, other.last)
+    both = f"{{{','.join(towers)}}}.encoder.layers.*"
+    return written[-1]._replace(glob=both) if len(towers) == 2 else written[-1]
