@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import GatherGrad, all_to_all, gather_from, overridable
+from megatron_sp.parallel.regions import GatherGrad, all_to_all, gather_from
 from megatron_sp.parallel.row_mask import Runs
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.numbers import round_up
-
-IGNORED = -100  # label of a position without a loss
 
 
 class Cut(NamedTuple):
@@ -34,18 +32,13 @@ class Cut(NamedTuple):
     cp_rank: int = 0
 
     @classmethod
-    def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str, where: str = "") -> Cut:
-        """Create the cut of a sequence of the given length, padded to a multiple.
-
-        Raises:
-            ConfigError: padding is needed, but not allowed (E12); names ``what`` is cut, and the line that asked.
-        """
+    def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str, where: str) -> Cut:
+        """Cut a sequence, padded to a multiple. Raises ConfigError (E12): padding is needed, but not allowed (``pads``)."""
         padded = round_up(length, multiple)
         if padded != length and not pads:
             rule = f"must be a multiple of {multiple} (the ranks that share them)"
             way_out = "pad the batch, or leave out pad=False, and it is done here"
-            at = f"{where}, " if where else ""
-            raise ConfigError(f"{what} has {length} positions, which {rule}: {way_out} ({at}E12)")
+            raise ConfigError(f"{what} has {length} positions, which {rule}: {way_out} ({where}, E12)")
         return cls(length, padded, group.size(), group.rank())
 
     @property
@@ -58,14 +51,21 @@ class Cut(NamedTuple):
         """Number of positions that come together in attention, with padding: all, or those of a cp rank."""
         return self.padded // max(1, len(self.shares))
 
-    @property
-    def attended(self) -> int:
-        """Number of positions that attention computes; the padding of a cp rank is hidden by the mask, and not removed."""
-        return self.together if self.shares else self.length
-
     def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
-        """Return this rank's positions of a whole tensor; padding is filled with ``fill``, or the last position if None."""
-        return take_share(x, self, dim, fill)
+        """Return this rank's positions of a whole tensor; padding is filled with ``fill``, or the last position if None.
+
+        Backward: each rank has its positions' gradient and zeros elsewhere, to be summed as for parameters.
+        """
+        missing = self.padded - self.length
+        if missing:
+            last = x.narrow(dim, self.length - 1, 1)
+            x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
+            if fill is None:
+                x = x.clone()
+                x.narrow(dim, self.length, missing).copy_(last.expand_as(x.narrow(dim, self.length, missing)))
+        if self.shares:
+            x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.shares[self.cp_rank]], dim)
+        return x.narrow(dim, self.rank * self.local, self.local).contiguous()  # a copy: models may hold views of inputs
 
     def whole(self, x: Tensor, dim: int, sp: Group, cp: Group, grad: GatherGrad) -> Tensor:
         """Gather all ranks' positions of a tensor, in order and without padding; ``grad`` as for ``gather_from``. Collective."""
@@ -79,27 +79,6 @@ class Cut(NamedTuple):
         return x.narrow(dim, 0, self.length)
 
 
-@overridable
-def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
-    """Implement ``Cut.take``. Backward: each rank has its positions' gradient and zeros elsewhere, to be summed as for parameters."""
-    missing = cut.padded - cut.length
-    if missing and fill is None:
-        last = x.narrow(dim, cut.length - 1, 1)
-        x = F.pad(x.movedim(dim, -1), (0, missing)).movedim(-1, dim).clone()
-        x.narrow(dim, cut.length, missing).copy_(last.expand_as(x.narrow(dim, cut.length, missing)))
-    elif missing:
-        x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
-    if cut.shares:
-        x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in cut.shares[cut.cp_rank]], dim)
-    return x.narrow(dim, cut.rank * cut.local, cut.local).contiguous()  # a copy: models may hold views of their inputs
-
-
-@overridable
-def repeated_heads(x: Tensor, times: int, dim: int) -> Tensor:
-    """Repeat each head ``times`` times, its copies next to each other."""
-    return x.repeat_interleave(times, dim)
-
-
 class Heads(NamedTuple):
     """Exchange of q, k and v to the whole sequence of some heads, and of the result back to all heads of some positions."""
 
@@ -109,11 +88,7 @@ class Heads(NamedTuple):
     where: str
 
     def spread(self, x: Tensor, queries: int) -> Tensor:
-        """Repeat key/value heads so that each rank gets those of its queries; autograd sums the gradients of the copies.
-
-        Raises:
-            ConfigError: the ranks cannot share the heads.
-        """
+        """Repeat key/value heads so that each rank gets those of its queries; autograd sums the gradients of the copies."""
         ranks, have = self.group.size(), x.shape[self.head]
         if queries % ranks:
             works = ", ".join(str(n) for n in range(2, queries + 1) if queries % n == 0) or "1 only"
@@ -123,19 +98,14 @@ class Heads(NamedTuple):
             )
         if have % ranks == 0 or have == 0:
             return x
-        return repeated_heads(x, ranks // have if ranks % have == 0 else queries // have, self.head)
+        return x.repeat_interleave(ranks // have if ranks % have == 0 else queries // have, self.head)
 
     def enter(self, x: Tensor, cut: Cut) -> Tensor:
         """Exchange some positions of all heads for all positions, without padding, of some heads."""
         return self.real(all_to_all(x, self.group, self.head, self.seq), cut)
 
     def real(self, x: Tensor, cut: Cut) -> Tensor:
-        """Remove the padding of a whole sequence.
-
-        Raises:
-            ConfigError: the sequence is of another pass: a forward pass of another length began before this
-                recomputation.
-        """
+        """Remove the padding of a whole sequence."""
         if x.shape[self.seq] != cut.together:
             raise ConfigError(
                 f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.together}: with"
@@ -143,36 +113,20 @@ class Heads(NamedTuple):
                 " one length; where nothing is recomputed, layout= or core= is about other tensors, or the model has a"
                 " second sequence, which cannot be cut (E10)"
             )
-        return x.narrow(self.seq, 0, cut.attended)
+        # the padding of a cp rank is hidden by the mask, and not removed
+        return x if cut.shares else x.narrow(self.seq, 0, cut.length)
 
     def leave(self, x: Tensor, cut: Cut, seq: int, head: int) -> Tensor:
         """Exchange a result with these dims back to some positions of all heads."""
-        missing = cut.together - cut.attended
+        missing = 0 if cut.shares else cut.together - cut.length
         if missing:
             x = F.pad(x.movedim(seq, -1), (0, missing)).movedim(-1, seq)
         return all_to_all(x, self.group, seq, head)
 
 
-@overridable
-def share_of_labels(labels: Tensor, cut: Cut) -> Tensor:
-    """Return the fraction of all labels [b, s] that are on this rank's positions."""
-    local = (cut.take(labels, 1, IGNORED) != IGNORED).sum()
-    return local.double() / (labels != IGNORED).sum()
+class ShareOfGradient(torch.autograd.Function):
+    """Identity in forward; in backward, one rank's share of the gradient of what all ranks compute alike."""
 
-
-@overridable
-def weighed(loss: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    """Return the share of a rank in the mean over all labels, from the mean over its own; 0 without labels, whose mean is NaN."""
-    return loss * weight.to(loss.dtype) if int(weight > 0) else (logits * 0.0).sum().to(loss.dtype)
-
-
-@overridable
-def share_of_gradient(x: Tensor, group: Group) -> Tensor:
-    """Return ``x``; in backward, this rank's share of the gradient of what all ranks of a group compute alike."""
-    return _ShareOfGradient.apply(x, group.size())  # type: ignore[no-any-return]
-
-
-class _ShareOfGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks

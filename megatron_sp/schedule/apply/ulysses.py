@@ -28,7 +28,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.parallel.regions import GatherGrad, gather_from, reduce_from
 from megatron_sp.schedule.apply import hf_attention
 from megatron_sp.schedule.apply.context import Context
-from megatron_sp.schedule.apply.sequences import IGNORED, Cut, Heads, share_of_gradient, share_of_labels, weighed
+from megatron_sp.schedule.apply.sequences import Cut, Heads, ShareOfGradient
 from megatron_sp.schedule.core.directives import expand
 from megatron_sp.schedule.core.hooks import (
     HEADS,
@@ -80,6 +80,7 @@ OF_CONTEXT = (
 # of Schedule.context(); those that ulysses() has, too, are given there if there is such a line
 CONTEXT_OPTIONS = ("enter", "leave", "arg", *OF_CONTEXT, "pad", "loss")
 
+IGNORED = -100  # label of a position without a loss
 LAYOUTS = {"bshd": (1, 2), "bhsd": (2, 1), "sbhd": (0, 2)}  # dims of (positions, heads)
 # inputs that are cut, and what fills their padding; None: the last position
 _INPUTS = {
@@ -320,11 +321,8 @@ class Ulysses:
                 return None
             self._require_attention()
 
-            def shared(t: Tensor) -> Tensor:
-                t = share_of_gradient(t, self.group) if t.requires_grad else t
-                return share_of_gradient(t, self.cp) if t.requires_grad and self.context is not None else t
-
-            return map_tensors(result, shared)
+            ranks = self.group.size() * self.cp.size()
+            return map_tensors(result, lambda t: ShareOfGradient.apply(t, ranks) if t.requires_grad else t)
 
         first, last = (expand(self.model, args[name])[0] for name in ("enter", "leave"))
         blocks = expand(self.model, f"{first.rpartition('.')[0]}.*" if "." in first else first)
@@ -431,7 +429,7 @@ class Ulysses:
             given.setdefault("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[..., 1:])
             given.setdefault("num_items_in_batch", (given["shift_labels"] != IGNORED).sum())
         elif isinstance(labels, Tensor) and self._loss == "per_token":
-            self._weight = share_of_labels(labels, cut)
+            self._weight = (cut.take(labels, 1, IGNORED) != IGNORED).sum().double() / (labels != IGNORED).sum()
         elif isinstance(labels, Tensor):
             raise ConfigError(
                 f"it is not known how {cls} makes a loss of labels: give loss='next_token' or loss='per_token' (a mean over"
@@ -467,8 +465,10 @@ class Ulysses:
         if self._loss is None or not hasattr(result, "get") or result.get("loss") is None:
             return result
         loss = result["loss"]
-        if self._weight is not None:  # the mean over no labels is NaN
-            loss = weighed(loss, self._weight, cast("Tensor", result["logits"]))
+        if self._weight is not None and bool(self._weight > 0):
+            loss = loss * self._weight.to(loss.dtype)
+        elif self._weight is not None:  # the mean over no labels is NaN
+            loss = (result["logits"] * 0.0).sum().to(loss.dtype)
         loss = reduce_from(loss, self.group)
         result["loss"] = loss if self.context is None else reduce_from(loss, self.cp)
         return result
