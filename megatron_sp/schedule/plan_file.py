@@ -72,7 +72,8 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
 }  # fmt: skip
 _NEEDED = {
     "shard": ("tensor", "axis"), "row": ("reduce",), "sync": ("mode", "op"), "set": ("attribute",), "rng": ("axis",),
-    "annotate": ("parameter", "key"), "sequence": ("leave",), "ulysses": ("axis",), "context": ("axis",), "zero": ("stage",),
+    "annotate": ("parameter", "key"), "sequence": ("leave",), "ulysses": ("axis",), "context": ("axis",),
+    "zero": ("stage",),
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": AXES_OF_LINES, "divide": AXES_OF_LINES,

@@ -68,7 +68,7 @@ class Schedule:
         return self
 
     def ulysses(self, axis: str = "sp", **options: Any) -> Schedule:
-        """Split every sequence over ``axis``, and exchange it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509).
+        """Split every sequence over ``axis``, and exchange it for heads around attention (arXiv:2309.14509).
 
         A transformers model needs nothing else; others need the options that name their modules and inputs. See
         ``ulysses.py`` for what is split and how the loss is computed, and its ``OPTIONS``.
@@ -80,15 +80,15 @@ class Schedule:
     def context(self, axis: str = "cp", **options: Any) -> Schedule:
         """Deal every sequence to the ranks of ``axis``, which send keys and values as the mask needs them.
 
-        For transformers models; alone, or around ``ulysses()``, which then splits each rank's share. Any number of ranks
-        and heads. See ``context.py`` for the masks that are known, and ``ulysses.CONTEXT_OPTIONS``.
+        For transformers models; alone, or around ``ulysses()``, which then splits each rank's share. See ``context.py``
+        for the masks that are known, and ``ulysses.CONTEXT_OPTIONS``.
         """
         require_known_of_context(options)
         self.add("", "context", axis=axis, **options)
         return self
 
     def zero(self, stage: int, optimizer: Any = None, *, micro_batches: int = 1, blocks: str | None = None) -> Schedule:
-        """Shard optimizer state (1), also gradients (2), also parameters (3) over dp, cp and sp (ZeRO, arXiv:1910.02054).
+        """Shard optimizer state (1), also gradients (2), also parameters (3) over dp, cp and sp (arXiv:1910.02054).
 
         The training loop then calls ``applied.zero.backward(loss)`` for each micro-batch, and ``applied.zero.step()``.
 
@@ -143,13 +143,7 @@ class Schedule:
         return self
 
     def check(self, batch: Mapping[str, Any] | None = None) -> str:
-        """Look at the lines alone, without ranks or a run: paths, sizes, heads, options, and what does not fit together.
-
-        ``batch`` is ignored. Returns, as a sentence, what is left to ``verify()``.
-
-        Raises:
-            ConfigError: ``apply()`` would refuse the lines, or has been called already (E15).
-        """
+        """Look at the lines alone, without ranks or ``batch``. Raises ConfigError: ``apply()`` would refuse them."""
         if self.applied is not None:
             raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
@@ -158,7 +152,7 @@ class Schedule:
     def verify(
         self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None
     ) -> Verdict:
-        """Compare a step of the split model with one of the whole model, on copies; see ``verify.py``. Collective over all ranks.
+        """Compare a step of the split model with one of the whole model, on copies. Collective over all ranks.
 
         What the lines leave open (adjoints, where dropout differs) is measured, and added to them.
 
@@ -185,8 +179,8 @@ class Schedule:
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
         if self.mesh.is_imagined:
             raise ConfigError(
-                f"verify() computes on ranks, and this mesh has sizes only ({self.mesh}): make it with Mesh.of(groups) in a"
-                " job, or save() the lines for `megatron-sp schedule verify`, which starts its ranks itself"
+                f"verify() computes on ranks, and this mesh has sizes only ({self.mesh}): make it with Mesh.of(groups)"
+                " in a job, or save() the lines for `megatron-sp schedule verify`, which starts its ranks itself"
             )
         where = (self.model, self.directives, self.mesh, self.seq_dim)
         verdict, self.directives = measure(*where, batch, dtype=dtype, loss=loss)
@@ -260,7 +254,7 @@ class Selection:
         self, *, input: str = "copy", blocks: Any = None, heads: int | None = None, replicas: bool | None = None,
         gather: bool | None = None,
     ) -> Selection:  # fmt: skip
-        """Split a linear layer by its outputs, both weight and bias; ``gather`` joins them again. For the rest see ``shard``.
+        """Split a linear layer by its outputs, both weight and bias; ``gather`` joins them. For the rest see ``shard``.
 
         ``input``: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of
         its weight; prepared: a sync at an enclosing module does (one for q, k and v together).
@@ -307,13 +301,13 @@ class Selection:
         return self._add("vocab_parallel", gather=gather)
 
     def sum_gradients(self, *names: str) -> Selection:
-        """Sum over tp the gradients of parameters that every rank has whole but uses on a share of heads or positions."""
+        """Sum over tp the gradients of parameters that ranks have whole but use on a share of heads or positions."""
         return self._add("sum_gradients", names=list(names) or None)
 
     def checkpoint(self, policy: str | None = None) -> Selection:
         """Recompute the modules in backward instead of saving their activations (activation checkpointing).
 
-        ``policy``: full (default), or keep_gathered: results of all-gathers inside are saved, so these are not repeated.
+        ``policy``: full (default), or keep_gathered: results of all-gathers inside are saved.
         """
         return self._add("checkpoint", policy=policy)
 

@@ -182,6 +182,10 @@ CASES: dict[str, Case] = {
         changed(lambda s: without(s, "blocks.*.mlp.down", "row")["blocks.*.mlp.down"].row("reduce_scatter", axis=2), seq=True),
         ("blocks.0 (Block) fails in the split model", "blocks.0.mlp is [3, 8, 8] of [3, 8, 16]: cut both alike", "E10"),
     ),
+    "outputs joined along another axis": (
+        own(lambda: nn.Sequential(nn.Linear(H, H)), lambda s: s["0"].column().sync("fwd_post", "all_gather", axis=1), "input"),
+        ("the first module that differs is 0", "output result: [3, 16, 8] on this rank, [3, 8, 16] in the whole model"),
+    ),
     "cut twice": (
         changed(lambda s: without(s, "blocks.*.mlp", "sync")["blocks.*.mlp"].sync("fwd_pre", "scatter"), seq=True),
         ("blocks.0.mlp.up: its input is [3, 2, 16] of [3, 8, 16] on each rank", "cut twice", "E10"),

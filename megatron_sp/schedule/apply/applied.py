@@ -37,14 +37,11 @@ class Applied:
     lines: list[Directive] = field(default_factory=list)  # all that were applied, including those that others imply
 
     def complete(self, result: Any) -> Any:
-        """Return the model's result with all positions, where this rank has computed only its own. Collective over sp and tp.
+        """Return the model's result with all positions, where this rank has its own only. Collective over sp and tp.
 
-        ``hidden_states`` and ``attentions`` of a transformers result are gathered too, if they were requested. A loss
-        of the whole result, the same on all ranks, has the right gradients; a loss of this rank's share is only a part
-        of it, and cheaper.
-
-        Raises:
-            ConfigError: a plain tuple (``return_dict=False``) holds shares of these.
+        A loss of the whole result, the same on all ranks, has the right gradients; a loss of this rank's share is only
+        a part of it, and cheaper. Raises ConfigError if a plain tuple (``return_dict=False``) holds shares of
+        ``hidden_states`` or ``attentions``, which are gathered too.
         """
         if self.ulysses is not None:
             self.ulysses.complete_heads(result)
@@ -60,9 +57,9 @@ class Applied:
             shares = [t for t in value if is_share(t)] if isinstance(value, (tuple, list)) else []
             if shares:  # only names distinguish them from other records
                 raise ConfigError(
-                    f"result {place} is a plain tuple of records, of which this rank has shares ({list(shares[0].shape)}),"
-                    " and no name tells what they are: call the model with return_dict=True, or without"
-                    " output_hidden_states and output_attentions"
+                    f"result {place} is a plain tuple of records, of which this rank has shares"
+                    f" ({list(shares[0].shape)}), and no name tells what they are: call the model with"
+                    " return_dict=True, or without output_hidden_states and output_attentions"
                 )
         if size > 1:
 
@@ -74,10 +71,9 @@ class Applied:
         return result if self.ulysses is None else self.ulysses.complete(result)
 
     def finish_backward(self) -> None:
-        """Sum partial gradients: over tp for parameters used on a share of positions or heads, over dp and sp for all.
+        """Sum partial gradients over tp, and all over dp and sp, once after the last backward pass of a step.
 
-        For custom training loops, once after the last backward pass of a step; the loss is divided by the number of
-        tokens of all ranks. The project's own loop and ZeRO do it themselves.
+        The loss is divided by the number of tokens of all ranks. The project's own loop and ZeRO do it themselves.
         """
         if self.zero is not None:
             self.zero.finish()
@@ -99,13 +95,13 @@ class Applied:
             view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return this rank's part of each existing gradient, after ``finish_backward``. Collective with ZeRO."""
+        """Return this rank's part of each gradient, after ``finish_backward``. Collective with ZeRO."""
         if self.zero is not None:
             return self.zero.gradients_of_all()
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """Gather a whole tensor from all tp ranks' parts of a parameter, or of a tensor laid out like it. Collective over tp."""
+        """Gather a whole tensor from the tp ranks' parts of a parameter, or of its gradient. Collective."""
         spec = self.specs[name]
         whole = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
         if name not in self.splits:
@@ -115,7 +111,7 @@ class Applied:
         return all_reduce(whole, self.mesh.tp)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole state dict, as before ``apply()``, on every rank. Collective over tp; with ZeRO over all ranks."""
+        """Return the whole state dict, as before ``apply()``. Collective over tp; with ZeRO over all ranks."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         state, gathered = {}, dict[int, Tensor]()  # tied parameters are gathered once
         sharded = {} if self.zero is None else self.zero.parameters()
@@ -130,12 +126,7 @@ class Applied:
         return state
 
     def load_full(self, state: dict[str, Tensor]) -> None:
-        """Load whole tensors, such as ``full_state_dict`` returns. What is on the meta device is created here, at this rank's size.
-
-        Raises:
-            ConfigError: a tensor is missing, or has another shape; a buffer on the meta device is missing; ZeRO has
-                taken the parameters.
-        """
+        """Load whole tensors; what is on the meta device is created here. Raises ConfigError: they do not fit."""
         if self.zero is not None:
             raise ConfigError("load weights before ZeRO takes the parameters: give them to the model before apply()")
 
@@ -159,8 +150,9 @@ class Applied:
         for name, buffer in list(self.model.named_buffers()):
             if name not in state and buffer.is_meta:
                 raise ConfigError(
-                    f"{name} is a buffer on the meta device, and no state has it, so its numbers are lost: make the model"
-                    " with its buffers (schedule.slapo.init_empty_weights() leaves them, torch.device('meta') does not)"
+                    f"{name} is a buffer on the meta device, and no state has it, so its numbers are lost: make the"
+                    " model with its buffers (schedule.slapo.init_empty_weights() leaves them, torch.device('meta')"
+                    " does not)"
                 )
             if buffer.is_meta:
                 put(self.model, name, part(name).to(buffer.dtype).clone())
@@ -168,13 +160,7 @@ class Applied:
                 buffer.copy_(part(name))
 
     def save_pretrained(self, folder: str | Path, **more: Any) -> None:
-        """Write the whole model as transformers does, for its ``from_pretrained``. Collective over all ranks; rank 0 writes.
-
-        Args:
-            more: passed to the model's own ``save_pretrained``.
-        Raises:
-            ConfigError: the model has no ``save_pretrained``.
-        """
+        """Write the whole model for transformers' ``from_pretrained``. Collective over all ranks; rank 0 writes."""
         name, save = type(self.model).__name__, getattr(type(self.model), "save_pretrained", None)
         if save is None:
             instead = "it is not a model of transformers; save full_state_dict() instead"

@@ -1,4 +1,4 @@
-"""Conversion of a model as its schedule specifies, in one pass over phases, each of which takes what earlier ones return."""
+"""Conversion of a model as its schedule specifies: phases, each of which takes what earlier ones return."""
 
 from __future__ import annotations
 
@@ -102,13 +102,9 @@ def _line(job: ApplyJob, do: str) -> Directive | None:
 
 
 def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int) -> None:
-    """Check everything that needs no run of the model: each line by itself, the lines together, sizes, heads, options.
+    """Raise ConfigError if lines are impossible, without a run: they are applied to a copy without weight values.
 
-    The lines are applied to a copy of the model without weight values, exactly as they will be to the model itself.
     There is no verdict if the model, or what a line puts into it, cannot be copied so.
-
-    Raises:
-        ConfigError: the lines are impossible.
     """
     guards.require_whole(model)
     guards.require_in_order(ApplyJob(model, directives, mesh, seq_dim))
@@ -125,7 +121,7 @@ def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
 
 
 def without_weights(model: nn.Module, buffers: bool = False) -> nn.Module:
-    """Return a copy whose parameters have shapes only, in training mode; with ``buffers`` these, too. Tied weights stay tied."""
+    """Return a copy in training mode whose parameters (with ``buffers`` these, too) have shapes only."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -136,7 +132,7 @@ def without_weights(model: nn.Module, buffers: bool = False) -> nn.Module:
 
 
 def without_weights_in(line: Directive) -> Directive:
-    """Return a line for such a copy: a module that it brings is copied, early exchanges are checked and not started."""
+    """Return a line for such a copy: a module that it brings is copied, early exchanges are only checked."""
     new = line.args.get("new")
     args = {**line.args, "new": without_weights(new)} if isinstance(new, nn.Module) else line.args
     return replace(line, args={**args, "only_looks": True} if line.do == "ulysses" else args)

@@ -1,4 +1,4 @@
-"""Context parallelism for transformers models: each cp rank has its positions, and attention sends keys and values as the mask needs them.
+"""Context parallelism for transformers models: each rank has some positions, and attention sends keys and values.
 
 transformers describes a mask by a function of two positions, from which it would make a tensor [b, 1, s, s]. Here the
 function is recognised instead: causal, causal with a window, or bidirectional; with the padding mask and the packed
@@ -34,7 +34,7 @@ _MASKS_KEPT = 256  # for recomputation; one for each kind of layer and pass
 
 
 class _MaskNumber(Tensor):
-    """Number of a mask, in place of the tensor that a model expects. It may be moved and cast; nobody can compute with it."""
+    """Number of a mask, in place of the tensor that a model expects; it may be moved and cast, and nothing else."""
 
     number: int
     why_not: str  # message for a model that wants to see values or shape, as those do that choose keys by themselves
@@ -56,13 +56,7 @@ _PROPERTIES = (*(getattr(Tensor, name).__get__ for name in _READ), Tensor.dim)
 
 
 class Context:
-    """How sequences are dealt to the cp ranks, and attention over them.
-
-    Args:
-        group: the cp ranks.
-        args: of the line, see ``ulysses.CONTEXT_OPTIONS``.
-        where: file and line that asked for it.
-    """
+    """How sequences are dealt to the cp ranks, and attention over them."""
 
     def __init__(self, group: Group, args: Mapping[str, Any], where: str) -> None:
         ahead = int(args.get("stages_ahead", 1))
@@ -74,16 +68,10 @@ class Context:
         self._num_masks = 0
 
     def chunks(self, packed: Tensor | None) -> int:
-        """Return how many chunks of a sequence each rank is dealt."""
         return self._chunks or (_CHUNKS if packed is None else _CHUNKS_OF_DOCUMENTS)
 
     def deal(self, cut: Cut, packed: Tensor | None = None, mask: Any = None) -> Cut:
-        """Return the cut with the share of each cp rank, and remember what the rows of this pass are.
-
-        Args:
-            packed: numbers of the documents [b, s].
-            mask: padding mask [b, s].
-        """
+        # the cut with each cp rank's share; ``packed``: numbers of the documents, ``mask``: of padding, both [b, s]
         self._documents, self._lengths = None, (cut.length,)
         if packed is not None:
             ends_of_rows = []
@@ -120,7 +108,7 @@ class Context:
         return f"a mask of the model {what}, and context() knows no others ({self.where}): give these ranks to sp"
 
     def mask(self, cut: Cut, function: Callable[..., Any], batch: int) -> Tensor:
-        """Return what stands for a mask, which a model passes on to its attention, also when it recomputes."""
+        # what stands for a mask, which a model passes on to its attention, also when it recomputes
         causal, window = self.recognise(function, cut.length, batch)
         self._num_masks += 1
         self._masks[self._num_masks] = self._row_mask(cut.padded, causal, window)
@@ -130,14 +118,7 @@ class Context:
         return stand_in
 
     def recognise(self, function: Callable[..., Any], length: int, batch: int) -> tuple[bool, int | None]:
-        """Return (causal, window) of a mask function of transformers.
-
-        All keys of some rows are looked at, and of every row of every sequence those beside the edges that the mask
-        should have, the first, the last and a random one.
-
-        Raises:
-            ConfigError: it is something else, or cannot be called.
-        """
+        """Return (causal, window) of a mask function of transformers. Raises ConfigError: it is something else."""
 
         def seen_by(sequences: Tensor, rows: Tensor, keys: Tensor) -> Tensor:  # [sequences, rows, keys]
             try:
@@ -148,6 +129,8 @@ class Context:
 
         some = torch.linspace(0, length - 1, min(length, _ROWS)).long().unique()[:, None]
         every, keys = torch.arange(length)[:, None], torch.arange(length)
+        # all keys of some rows are looked at, and of every row of every sequence those beside the edges that the mask
+        # should have, the first, the last and a random one
         seen = seen_by(torch.zeros(1, 1, 1, dtype=torch.long), some, keys[None])[0]
         causal = not bool((seen & (keys > some)).any())
         first = int(seen[-1].int().argmax())  # of the keys of the last query
@@ -188,13 +171,10 @@ class Context:
         return self._row_mask(cut.padded, flag, None)
 
     def attend(
-        self, name: str, module: nn.Module, cut: Cut, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Mapping[str, Any]
+        self, name: str, module: nn.Module, cut: Cut, q: Tensor, k: Tensor, v: Tensor, mask: Any,
+        more: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
-        """Compute the attention of this cp rank's positions over those of all, from [b, n, s/cp, d] to [b, s/cp, n, d].
-
-        Raises:
-            ConfigError: the attention does something that ``context()`` does not; names it.
-        """
+        """Attend with this rank's positions to those of all: [b, n, s/cp, d] -> [b, s/cp, n, d]."""
         b, n, length, d = q.shape
         instead = f"give these ranks to sp ({self.where})"
         if k.shape[2] != length or v.shape[-1] != d:
@@ -203,8 +183,8 @@ class Context:
             raise ConfigError(f"{name}: {shapes} {why}: {instead}")
         if module.training and more.get("dropout"):
             raise ConfigError(
-                f"{name} drops attention ({more['dropout']}), which under context() would depend on how sequences are cut:"
-                f" set the configuration's attention dropout to 0, or {instead}"
+                f"{name} drops attention ({more['dropout']}), which under context() would depend on how sequences are"
+                f" cut: set the configuration's attention dropout to 0, or {instead}"
             )
         if more.get("softcap") is not None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What lines change around the split layers: other modules, attributes, notes, and hooks that exchange tensors between ranks."""
+"""What lines change around the split layers: modules, attributes, notes, and hooks that exchange tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RegionLength:
 
 
 def replace_modules(job: ApplyJob) -> None:
-    """Put other modules in place, for ``replace`` lines. Raises ConfigError for the model itself."""
+    """Put other modules in place, for ``replace`` lines."""
     for line, path, module in list(job.each("replace")):
         if not path:
             instead = "begin the schedule of the other model instead"
@@ -64,7 +64,7 @@ def set_attributes(job: ApplyJob) -> None:
 
 
 def annotate_parameters(job: ApplyJob) -> None:
-    """Attach notes to parameters, for ``annotate`` lines. Raises ConfigError: every tensor has an attribute of that name."""
+    """Attach notes to parameters, for ``annotate`` lines."""
     for line, path, module in job.each("annotate"):
         name, key = line.args["parameter"], line.args["key"]
         parameter = module._parameters.get(name)
@@ -77,7 +77,7 @@ def annotate_parameters(job: ApplyJob) -> None:
 
 
 def implied(job: ApplyJob) -> list[Directive]:
-    """Return the lines that set counts and widths of heads, where other lines give the number of heads of a split layer."""
+    """Return lines that set counts and widths of heads, where others give the number of heads of a split layer."""
     lines: dict[tuple[int, str], Directive] = {}
     size, said = job.tp_size, {(id(module), line.args["attribute"]) for line, _, module in job.each("set")}
     for line, path, module in job.each("shard", "column", "row") if size > 1 else ():
@@ -133,35 +133,13 @@ def register_syncs(job: ApplyJob, plan: SplitPlan) -> None:
         if mode != "fwd_post":
             change_input(module, path, args.get("arg"), change, where)
         elif not (summed and over_tp and (op == "all_reduce" or (op == "reduce_scatter" and not is_table))):
-            change = _joined_along_outputs(job, plan, line, path, module, change)
             change_output(module, path, args.get("out"), change, where)
 
 
-def _joined_along_outputs(
-    job: ApplyJob, plan: SplitPlan, line: Directive, path: str, module: nn.Module, change: Change
-) -> Change:
-    # an all_gather right after a layer split by its outputs must join along these
-    kind, axis = find_kind(module), line.args.get("axis", job.seq_dim)
-    first = next(d for d, _, at in job.each("sync", "hook") if at is module and d.args["mode"] == "fwd_post")
-    is_right_after = line.args["op"] == "all_gather" and first is line
-    if kind is None or not is_right_after or not plan.is_split(path, kind, kind.out_dims):
-        return change
-    split = kind.out_axis
-
-    def checked(x: Tensor) -> Tensor:
-        if -x.ndim <= axis < x.ndim and axis % x.ndim != split % x.ndim:
-            what = f"the result, {list(x.shape)} on each rank, is split along axis {split % x.ndim}, not {axis}"
-            raise ConfigError(f"all_gather at {path}: {what} ({line.where}, E10)")
-        return change(x)
-
-    return checked
-
-
 def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[str]]:
-    """Register the hooks that cut the sequence over tp where a region begins and gather it where the region ends.
+    """Cut the sequence over tp where regions begin, and gather it where they end.
 
-    Returns:
-        The length of what was cut, and the names of parameters that are whole inside, so with partial gradients.
+    Returns the length of what was cut, and the names of parameters that are whole inside: their gradients are partial.
     """
     first, length, partial = job.first_names(), RegionLength(), set[str]()
     tp, seq_dim = job.mesh.tp, job.seq_dim
@@ -184,7 +162,7 @@ def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[
 
 
 def summed_by_lines(job: ApplyJob) -> Iterator[str]:
-    """Yield the parameters of ``sum_gradients`` lines. Raises ConfigError: a module does not have one of them."""
+    """Yield the parameters of ``sum_gradients`` lines."""
     first = job.first_names()
     for line, path, module in job.each("sum_gradients"):
         parameters = dict(module.named_parameters())

@@ -111,11 +111,7 @@ def _refill(container: Any, contents: Any) -> None:
 
 
 def require_in_order(job: ApplyJob) -> None:
-    """Refuse what a copy of the model, to which only some of the lines are applied, would not show.
-
-    Raises:
-        ConfigError: the model can no longer be split (E15); a line about all of it is there twice (E5), or on a part.
-    """
+    """Refuse what a copy of the model, to which only some of the lines are applied, would not show."""
     _raise(problem for rule in (_compiled, _about_the_model) for problem in rule(job))
 
 
@@ -159,7 +155,8 @@ def _about_the_model(job: ApplyJob) -> Iterator[str]:
             yield f"{model}: {do} was asked for twice, at {places}: leave one out (E5)"
         for line in lines:
             if line.on:
-                yield f"{do} is about {model} as a whole, but is written on {line.on!r}: give on: '' ({line.where}, E10)"
+                there = f"but is written on {line.on!r}: give on: ''"
+                yield f"{do} is about {model} as a whole, {there} ({line.where}, E10)"
 
 
 def _cut_over(job: ApplyJob) -> Iterator[str]:
@@ -226,7 +223,7 @@ def _idle_ranks(job: ApplyJob) -> Iterator[str]:
         size = job.mesh.group(axis).size()
         if size > 1 and not is_cut:
             yield (
-                f"the model ({type(job.model).__name__}): no line cuts anything over {axis} ({size}), so its ranks compute"
-                f" the same, and the gradients of parameters are summed over them, {size} times too large: {ways[axis]},"
-                " or give these ranks to dp (E5)"
+                f"the model ({type(job.model).__name__}): no line cuts anything over {axis} ({size}), so its ranks"
+                f" compute the same, and the gradients of parameters are summed over them, {size} times too large:"
+                f" {ways[axis]}, or give these ranks to dp (E5)"
             )

@@ -11,8 +11,7 @@ With ``overlap_qkv``, the exchange of q, k and v starts as soon as each has been
     now:     q = x Wq    k = x Wk    v = x Wv    rotate    [ what is left of v ]   attention
                    [ exchange q          ][ exchange k ]
 
-Backward likewise: the exchanges of the gradients of v, k and q start together, and the gradients of v's projection are
-computed during those of the others.
+Backward likewise, in reverse.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -44,26 +43,15 @@ _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 _WORDS = {"q": "queries", "k": "keys", "v": "values"}
 # the same numbers in another shape
 _MOVES = {
-    "view", "reshape", "transpose", "permute", "contiguous", "unflatten", "flatten", "unsqueeze", "squeeze", "expand", "detach",
-    "swapaxes", "movedim", "clone", "T", "mT",
+    "view", "reshape", "transpose", "permute", "contiguous", "unflatten", "flatten", "unsqueeze", "squeeze", "expand",
+    "detach", "swapaxes", "movedim", "clone", "T", "mT",
 }  # fmt: skip
 
 
-class Exchanges(Protocol):
-    """Interface of what a split model does around its attention and its masks."""
-
-    def attend(
-        self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any
-    ) -> Any:
-        """Compute the attention of a module."""
-
-    def mask(self, function: Callable[..., Any], **more: Any) -> Any:
-        """Return a mask for it."""
-
-
-EXCHANGES: WeakKeyDictionary[nn.Module, Exchanges] = WeakKeyDictionary()  # of the modules of split models
-# those of the model in its forward pass, for which masks are made; they have no module to tell whose they are
-RUNNING: ContextVar[Exchanges | None] = ContextVar("model in its forward pass", default=None)
+# whose ``attend`` computes the attention of the modules of a split model, in place of the function it is given
+EXCHANGES: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# whose ``mask`` makes masks: a mask has no module to tell whose it is, so these are of the model in its forward pass
+RUNNING: ContextVar[Any] = ContextVar("model in its forward pass", default=None)
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -72,17 +60,13 @@ def is_hugging_face(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def take_over(model: nn.Module, exchanges: Exchanges) -> None:
+def take_over(model: nn.Module, exchanges: Any) -> None:
     """Route all attention inside this model through ``exchanges``."""
     table = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     masks = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
     look_up = table.get_interface
-
-    def get_interface(*args: Any, **kwargs: Any) -> Any:
-        return partial(_attend, look_up(*args, **kwargs))
-
     if not getattr(look_up, _WRAPPED, False):
-        table.get_interface = wraps(look_up)(get_interface)
+        table.get_interface = wraps(look_up)(lambda *args, **kwargs: partial(_attend, look_up(*args, **kwargs)))
         setattr(table.get_interface, _WRAPPED, True)
     for key in list(masks):
         if not getattr(masks[key], _WRAPPED, False):
@@ -107,7 +91,7 @@ def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Disable what transformers finds out from the values of whole rows: packed sequences (positions that restart) and padding."""
+    """Disable what transformers reads from the values of whole rows: packed sequences and padding."""
     masking, models = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.modeling_utils")
     places: tuple[tuple[Any, str, Callable[..., None]], ...] = (
         (masking, "find_packed_sequence_indices", lambda position_ids: None),
@@ -125,7 +109,6 @@ def one_sequence_a_row() -> Iterator[None]:
 
 
 def global_positions(model: nn.Module, first: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the position ids of a whole sequence."""
     counter: Any = next((m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
     if counter is not None and first.ndim == 2:
         return counter.create_position_ids_from_input_ids(first, counter.padding_idx)  # type: ignore[no-any-return]
@@ -135,12 +118,11 @@ def global_positions(model: nn.Module, first: Tensor, mask: Tensor | None) -> Te
 
 
 class OpTrace(TorchFunctionMode):
-    """Trace of what one module does to q, k and v in a pass: ``begin`` with what it projects, ``require`` with what its attention gets.
+    """Trace of what one module does in a pass between its projections (``begin``) and its attention (``require``)."""
 
-    Models differ: OPT scales its queries there, OLMo clips, Cohere 2 and SmolLM 3 rotate in some layers only, and their
-    names do not show it. So the torch functions applied to q, k and v are recorded, and must be those that are applied
-    before an early exchange. Each module is recorded once: what it does does not depend on values.
-    """
+    # Models differ: OPT scales its queries there, OLMo clips, Cohere 2 and SmolLM 3 rotate in some layers only, and
+    # their names do not show it. So the torch functions applied to q, k and v are recorded, and must be those that are
+    # applied before an early exchange. Each module is recorded once: what it does does not depend on values.
 
     def __init__(self, path: str, where: str) -> None:
         super().__init__()
@@ -149,12 +131,11 @@ class OpTrace(TorchFunctionMode):
         self._own: dict[str, Counter[str]] = {}
 
     def begin(self, x: Tensor) -> Tensor:
-        """Start recording what is done to a tensor."""
         self._steps[x] = Counter()
         return x
 
     def sent(self, part: str, x: Tensor) -> None:
-        """Record what was done to the tensor exchanged in place of q, k or v; the module must do the same."""
+        # what was done to the tensor exchanged in place of q, k or v; the module must do the same
         self._own[part] = self._steps.get(x, Counter())
 
     def require(self, *qkv: Tensor) -> None:
@@ -198,18 +179,13 @@ class OpTrace(TorchFunctionMode):
 class EarlyExchanges:
     """Early exchanges of all attention modules of a transformers model that project q, k and v separately.
 
-    The projections hand the module a stand-in of one head, because what it does between them and the attention
-    (reshape, rotate) is done here already, on all heads: by transformers' own ``apply_rotary_pos_emb``, with the
-    cosines and sines that the module was given. The first pass of each module verifies that it does this and nothing
-    else (``OpTrace``).
-
-    Args:
-        group: the sp ranks.
-        where: file and line that asked for it.
-        only_looks: exchange nothing, only check whether exchanges could start early.
-    Raises:
-        ConfigError: there are no such modules, or one does something to q or k that is not known here.
+    With ``only_looks`` nothing is exchanged, only checked whether it could start early.
     """
+
+    # The projections hand the module a stand-in of one head, because what it does between them and the attention
+    # (reshape, rotate) is done here already, on all heads: by transformers' own ``apply_rotary_pos_emb``, with the
+    # cosines and sines that the module was given. The first pass of each module verifies that it does this and nothing
+    # else (``OpTrace``).
 
     def __init__(self, model: nn.Module, group: Group, where: str, *, only_looks: bool = False) -> None:
         self.group, self.where, self.only_looks = group, where, only_looks
@@ -229,11 +205,9 @@ class EarlyExchanges:
             raise ConfigError(f"overlap_qkv: {type(model).__name__} {has}, {nothing} ({where})")
 
     def handles(self, module: nn.Module) -> bool:
-        """Return whether the inputs of this module's attention are stand-ins."""
         return module in self._flights and not self.only_looks
 
     def require_same(self, module: nn.Module, *qkv: Tensor) -> None:
-        """Check at attention what was done to q, k and v. Raises ConfigError if it is not what is done here."""
         trace = self._end(module)
         if trace is not None:
             trace.require(*qkv)

@@ -90,8 +90,9 @@ def _reduction(
             reduce, axis = sync["op"], sync.get("axis")
         elif module._parameters.get("bias") is not None:
             raise ConfigError(
-                f"{path} is split along its inputs, so each of the tp ({job.tp_size}) ranks would add its bias: name where"
-                f" the sum is made, with .row() or .sync('fwd_post', 'all_reduce') on the layer itself ({where}, E3)"
+                f"{path} is split along its inputs, so each of the tp ({job.tp_size}) ranks would add its bias: name"
+                f" where the sum is made, with .row() or .sync('fwd_post', 'all_reduce') on the layer itself ({where},"
+                " E3)"
             )
     elif reduce not in ("all_reduce", "reduce_scatter"):
         raise ConfigError(f"{path}: reduce must be all_reduce or reduce_scatter, not {reduce!r}")
@@ -236,7 +237,7 @@ class _Lookups(TorchFunctionMode):
 
 @overridable
 def split_embedding(ids: Tensor, weight: Tensor, group: Group, padding: int | None, rows: int) -> Tensor:
-    """Look up rows by id, summed over the group; row ``padding`` gets no gradient. Raises IndexError (CPU): ids outside ``rows``."""
+    """Look up rows by id, summed over the group; row ``padding`` gets no gradient."""
     if (
         ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu"
     ):  # a GPU would have to wait for it
@@ -261,7 +262,7 @@ def _vocab_head(module: nn.Module, kind: Kind, group: Group, rows: int) -> Forwa
 
 
 def without_fast_paths(job: ApplyJob) -> None:
-    """Disable fast paths of torch's transformer layers around split modules: in inference they pass the weights to one kernel."""
+    """Disable fast paths of torch's transformer layers, which pass the weights of split modules to one kernel."""
     changed = {path for _, path, _ in job.each("shard", "column", "row", "vocab_parallel")}
     for path, module in job.model.named_modules():
         if any(other == path or other.startswith(f"{path}." if path else "") for other in changed):

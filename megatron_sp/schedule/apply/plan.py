@@ -1,4 +1,4 @@
-"""Which parameters are split, along which dims and into which rows of each rank; planned and checked on the whole model."""
+"""Which parameters are split, along which dims and into which rows; planned and checked on the whole model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class ApplyJob:
 
     @property
     def tp_size(self) -> int:
-        """Number of ranks that parameters are split over."""
         return self.mesh.tp.size()
 
     def each(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:
-        """Yield (line, path, module) for all lines of these kinds; a module with several names once, under the first."""
+        """Yield (line, path, module) for lines of these kinds; a module with several names once, under the first."""
         for line in self.directives:
             if line.do in kinds:
                 modules = {path: self.model.get_submodule(path) for path in expand(self.model, line.on)}
@@ -43,7 +42,7 @@ class ApplyJob:
                 yield from ((line, path, module) for path, module in modules.items() if first[id(module)] == path)
 
     def first_names(self) -> dict[int, str]:
-        """Return the first name of each parameter, by identity: tied parameters have several names."""
+        # of each parameter, by identity: tied parameters have several
         return {id(p): name for name, p in self.model.named_parameters()}
 
 
@@ -74,24 +73,19 @@ class SplitPlan:
     ]  # attributes that count what is split (groups, channels), by (id of module, name)
 
     def is_split(self, path: str, kind: Kind, dims: Mapping[str, int]) -> bool:
-        """Return whether a layer's main parameter is split by its outputs (``kind.out_dims``) or inputs (``in_dims``)."""
+        """Return whether a layer is split by its outputs (``dims``: ``kind.out_dims``) or inputs (``in_dims``)."""
         split = self.splits.get(joined(path, kind.main))
         return split is not None and split.dim == dims.get(kind.main, -1)
 
     def sums_itself(self, path: str, module: nn.Module) -> bool:
-        """Return whether a layer is split by rows and its forward sums; an embedding leaves that to the user's hooks."""
+        """Return whether a layer split by rows sums; an embedding leaves that to the user's hooks."""
         kind = find_kind(module)
         leaves_it = isinstance(module, nn.Embedding) and id(module) in self.hooked
         return kind is not None and not leaves_it and self.is_split(path, kind, kind.in_dims)
 
 
 def plan_splits(job: ApplyJob) -> SplitPlan:
-    """Plan the splits that lines ask for.
-
-    Raises:
-        ConfigError: no such parameter or dim (E1), parts or heads that the ranks cannot share evenly (E2), a weight
-            without its bias (E4), tied parameters that are treated differently (E9), a parameter split twice (E10).
-    """
+    """Plan the splits that lines ask for. Raises ConfigError: they are impossible, or contradict each other."""
     model, splits = job.model, dict[str, Split]()
     for line, path, module in job.each("shard", "column", "row", "vocab_parallel"):
         for split in _splits_of_line(job, line, path, module):
@@ -228,7 +222,6 @@ def _treat_alike(model: nn.Module, splits: dict[str, Split], names: list[str]) -
 
 
 def joined(path: str, name: str) -> str:
-    """Return the full name of a parameter, buffer or child of the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 
@@ -239,7 +232,8 @@ def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
     near = difflib.get_close_matches(name, known, 3, 0.4)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     if is_parametrized(module, name):
-        by, inside = type(module.parametrizations[name][0]).__name__, f"{path}.parametrizations.{name}".lstrip(".")  # type: ignore[index,union-attr]
+        by = type(module.parametrizations[name][0]).__name__  # type: ignore[index,union-attr]
+        inside = f"{path}.parametrizations.{name}".lstrip(".")
         hint = f"; {name} is computed by {by}: shard what it is computed from, in {inside},"
         hint += f" if each share of that makes a share of {name}, or leave it whole"
     has = f"it has {', '.join(own) or 'none'}{hint}"
@@ -264,12 +258,14 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace a parameter or buffer of the model."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
-    tensors: dict[str, Tensor | None] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers  # type: ignore[assignment]
-    tensors[last] = tensor
+    if isinstance(tensor, nn.Parameter):
+        owner._parameters[last] = tensor
+    else:
+        owner._buffers[last] = tensor
 
 
 def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
-    """Return a parameter with other contents that is otherwise like the old one, including attributes and hooks."""
+    """Return a parameter with other contents, and the attributes and hooks of the old one."""
     new = nn.Parameter(part, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     new._backward_hooks = old._backward_hooks  # the same dicts: handles of earlier hooks still remove them
@@ -308,10 +304,9 @@ def split_tensors(model: nn.Module, splits: Mapping[str, Split], group: Group) -
 def shard_specs(
     model: nn.Module, plan: SplitPlan, partial: Collection[str], group: Group
 ) -> dict[str, ShardSpec]:  # fmt: skip
-    """Return where the parameters, and the split buffers, of this rank lie in the whole ones, by first name.
+    """Return where this rank's parameters and split buffers lie in the whole ones, by first name.
 
-    Args:
-        partial: names of parameters that every rank has whole, and whose gradients are partial sums.
+    ``partial``: names of parameters that every rank has whole, and whose gradients are partial sums.
     """
     specs = {}
     buffers = [name for name, _ in model.named_buffers() if name in plan.splits]

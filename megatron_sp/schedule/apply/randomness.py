@@ -1,4 +1,4 @@
-"""Random numbers shared by the ranks of a group: dropout must be the same for what every rank has whole, and differ for what is split.
+"""Random numbers of ranks: dropout is the same for what every rank has whole, and differs for what is split.
 
 A module that is to differ draws one seed from torch's generator, whose state is the same on all ranks, mixes its rank
 into it, computes with generators seeded that way, and restores them. There is no state beside torch's own, so whatever
@@ -24,24 +24,25 @@ from megatron_sp.utils.errors import ConfigError
 POLICIES = ("full", "keep_gathered")
 _LIMIT = 2**63 - 1
 _DRAWS = {
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "bernoulli", "bernoulli_",
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "bernoulli",
+    "bernoulli_",
 }  # fmt: skip
 
 
 class Streams:
-    """Random streams of one model: a stack of generators that its tp ranks share. One per thread: backward may recompute in its own."""
+    """Random streams of one model: a stack of generators that its tp ranks share."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._local = threading.local()  # backward may recompute in a thread of its own
 
     @property
     def shared(self) -> list[torch.Generator]:
-        """Generators with the same state on all ranks, one for each module being computed, the innermost last."""
+        # generators with the same state on all ranks, one for each module being computed, the innermost last
         return self._local.__dict__.setdefault("shared", [])  # type: ignore[no-any-return]
 
     @contextmanager
     def differ(self, group: Group, over_tp: bool = True) -> Iterator[None]:
-        """Draw different numbers on each rank of the group inside; outside, torch's generator has advanced by one draw."""
+        """Draw different numbers on each rank of the group; afterwards torch's generator has advanced by one draw."""
         seed = int(torch.randint(_LIMIT, (), dtype=torch.int64))
         if over_tp:
             self.shared.append(torch.Generator().manual_seed(seed))
@@ -62,7 +63,7 @@ class Streams:
             yield
 
     def again(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function for one recomputation: its second call, in backward, shares the streams that the first one shared."""
+        """Wrap a function for one recomputation: its second call shares the streams that the first one shared."""
         states: list[Tensor] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +89,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def around(module: nn.Module, enter: Callable[[], Any]) -> None:
-    """Run a module's forward, in training mode, in the context that ``enter`` returns; a recomputation that stops early exits it."""
+    """Run a module's forward, in training mode, in the context that ``enter`` returns."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ def around(module: nn.Module, enter: Callable[[], Any]) -> None:
 
 
 def dropping(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules that draw: they have a dropout rate above 0 as an attribute, or their forward names a drawing function."""
+    """Yield the paths of modules that draw random numbers, as their rates or the code of their forwards show."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             rates = [module.p]

@@ -1,4 +1,4 @@
-"""Sequences shared by the ranks of sp and cp: who has which positions, how tensors are cut and gathered, how heads are exchanged.
+"""Sequences shared by the ranks of sp and cp: who has which positions, and how these are exchanged for heads.
 
 Positions are dealt to the cp ranks in runs, and a cp rank's share is cut contiguously over sp; a length that the ranks
 cannot share evenly is padded at the end. Padding travels through layers and exchanges. With cp 1 it is removed before
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str, where: str) -> Cut:
-        """Cut a sequence, padded to a multiple. Raises ConfigError (E12): padding is needed, but not allowed (``pads``)."""
+        """Cut a sequence, padded to a multiple. Raises ConfigError (E12): it is none, and ``pads`` is false."""
         padded = round_up(length, multiple)
         if padded != length and not pads:
             rule = f"must be a multiple of {multiple} (the ranks that share them)"
@@ -43,16 +43,15 @@ class Cut(NamedTuple):
 
     @property
     def local(self) -> int:
-        """Number of positions per rank."""
         return self.together // self.ranks
 
     @property
     def together(self) -> int:
-        """Number of positions that come together in attention, with padding: all, or those of a cp rank."""
+        # number of positions that come together in attention, with padding: all, or those of a cp rank
         return self.padded // max(1, len(self.shares))
 
     def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
-        """Return this rank's positions of a whole tensor; padding is filled with ``fill``, or the last position if None.
+        """Return this rank's positions of a whole tensor; ``fill``: of padding; None: the last position.
 
         Backward: each rank has its positions' gradient and zeros elsewhere, to be summed as for parameters.
         """
@@ -68,7 +67,7 @@ class Cut(NamedTuple):
         return x.narrow(dim, self.rank * self.local, self.local).contiguous()  # a copy: models may hold views of inputs
 
     def whole(self, x: Tensor, dim: int, sp: Group, cp: Group, grad: GatherGrad) -> Tensor:
-        """Gather all ranks' positions of a tensor, in order and without padding; ``grad`` as for ``gather_from``. Collective."""
+        """Gather all ranks' positions in order, without padding; ``grad`` as for ``gather_from``. Collective."""
         x = gather_from(x, sp, dim, grad)
         if self.shares:
             x = gather_from(x, cp, dim, grad)
@@ -80,7 +79,7 @@ class Cut(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Exchange of q, k and v to the whole sequence of some heads, and of the result back to all heads of some positions."""
+    """Exchange of q, k and v to the whole sequence of some heads, and of the result back."""
 
     group: Group
     seq: int  # dims of the tensors that enter the attention
@@ -88,7 +87,7 @@ class Heads(NamedTuple):
     where: str
 
     def spread(self, x: Tensor, queries: int) -> Tensor:
-        """Repeat key/value heads so that each rank gets those of its queries; autograd sums the gradients of the copies."""
+        """Repeat key/value heads so that each rank gets those of its queries."""
         ranks, have = self.group.size(), x.shape[self.head]
         if queries % ranks:
             works = ", ".join(str(n) for n in range(2, queries + 1) if queries % n == 0) or "1 only"
@@ -101,17 +100,16 @@ class Heads(NamedTuple):
         return x.repeat_interleave(ranks // have if ranks % have == 0 else queries // have, self.head)
 
     def enter(self, x: Tensor, cut: Cut) -> Tensor:
-        """Exchange some positions of all heads for all positions, without padding, of some heads."""
+        """Exchange some positions of all heads for all positions of some heads."""
         return self.real(all_to_all(x, self.group, self.head, self.seq), cut)
 
     def real(self, x: Tensor, cut: Cut) -> Tensor:
-        """Remove the padding of a whole sequence."""
         if x.shape[self.seq] != cut.together:
             raise ConfigError(
-                f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.together}: with"
-                " recomputation a batch's backward pass must come before a forward pass of another length; pad batches to"
-                " one length; where nothing is recomputed, layout= or core= is about other tensors, or the model has a"
-                " second sequence, which cannot be cut (E10)"
+                f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.together}:"
+                " with recomputation a batch's backward pass must come before a forward pass of another length; pad"
+                " batches to one length; where nothing is recomputed, layout= or core= is about other tensors, or the"
+                " model has a second sequence, which cannot be cut (E10)"
             )
         # the padding of a cp rank is hidden by the mask, and not removed
         return x if cut.shares else x.narrow(self.seq, 0, cut.length)

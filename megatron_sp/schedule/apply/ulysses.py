@@ -1,14 +1,15 @@
-"""Ulysses (DeepSpeed-Ulysses, arXiv:2309.14509) for foreign models: each rank has some positions, and in attention some heads.
+"""Ulysses (arXiv:2309.14509) for foreign models: each rank has some positions, and in attention some heads.
 
 With context parallelism around it (``context.py``), or alone, for then there is one rank of Ulysses: positions are
 dealt to the cp ranks, and attention is computed over all of them.
 
 Where the sequence is cut:
 
-    root     the model's inputs are cut, so that a rank never has more than its positions of anything: input_ids, labels, token types; it
-             gets global position ids, and the mask is made for the whole sequence. Transformers models, and others with ``inputs=``.
-    region   ``enter=`` and ``leave=``: hidden states are cut before the first block and gathered after the last: everything else
-             is computed as before, on every rank (classifiers, poolers).
+    root     the model's inputs are cut, so that a rank never has more than its positions of anything: input_ids,
+             labels, token types; it gets global position ids, and the mask is made for the whole sequence. Transformers
+             models, and others with ``inputs=``.
+    region   ``enter=`` and ``leave=``: hidden states are cut before the first block and gathered after the last:
+             everything else is computed as before, on every rank (classifiers, poolers).
 
 Where positions are exchanged for heads: around the function that a transformers model looks up (``hf_attention.py``),
 or around the modules named by ``core=``. Gradients of parameters are partial, to be summed over sp and cp as over dp;
@@ -84,7 +85,8 @@ IGNORED = -100  # label of a position without a loss
 LAYOUTS = {"bshd": (1, 2), "bhsd": (2, 1), "sbhd": (0, 2)}  # dims of (positions, heads)
 # inputs that are cut, and what fills their padding; None: the last position
 _INPUTS = {
-    "input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "position_ids": None, "labels": IGNORED, "shift_labels": IGNORED,
+    "input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "position_ids": None, "labels": IGNORED,
+    "shift_labels": IGNORED,
 }  # fmt: skip
 _OF_BLOCKS = ("position_embeddings", "position_ids", "cache_position")
 _PER_HEAD = ("position_bias", "s_aux", "head_mask")  # arguments of an attention with a dim of heads, not exchanged
@@ -115,12 +117,7 @@ class Ulysses:
     Args:
         group: the sp ranks; a single one for a reference run, or with ``context``.
         multiple: whole lengths are padded to a multiple of this: sp, times tp where activations are cut over that too.
-        seq_dim: of activations.
-        args: of the line, see ``OPTIONS``.
-        where: file and line that asked for it.
         context: attention over the cp ranks; None: there is one.
-    Raises:
-        ConfigError: the model cannot be cut this way; the message gives alternatives.
     """
 
     def __init__(
@@ -152,8 +149,8 @@ class Ulysses:
         name, where, early = type(self.model).__name__, self.where, args.get("overlap_qkv")
         if self.context is not None and ("core" in args or not self._hugging_face):
             raise ConfigError(
-                "context() computes attention itself, which it can for transformers' models alone: give the ranks of cp to"
-                f" sp, tp or dp ({self.context.where})"
+                "context() computes attention itself, which it can for transformers' models alone: give the ranks of"
+                f" cp to sp, tp or dp ({self.context.where})"
             )
         if "core" in args:
             for path in expand(self.model, args["core"]):
@@ -163,7 +160,8 @@ class Ulysses:
             return
         if not self._hugging_face:
             raise ConfigError(
-                f"{name} is not a model of transformers, so specify where its attention is: core=, the modules that get q, k"
+                f"{name} is not a model of transformers, so specify where its attention is: core=, the modules that"
+                " get q, k"
                 f' and v, with q=, k=, v= (names of their inputs) and layout= "bshd", "bhsd" or "sbhd" ({where})'
             )
         if getattr(self.model.config, "is_encoder_decoder", False):
@@ -172,9 +170,9 @@ class Ulysses:
         files = {sys.modules.get(type(module).__module__) for module in self.model.modules()}
         if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
             raise ConfigError(
-                f"{name} does not look its attention up in transformers' table but computes it itself, so no exchange can"
-                f" stand around it: {self._instead}; or put modules that get q, k and v there with .replace() and name them"
-                " with core="
+                f"{name} does not look its attention up in transformers' table but computes it itself, so no exchange"
+                f" can stand around it: {self._instead}; or put modules that get q, k and v there with .replace() and"
+                " name them with core="
             )
         hf_attention.take_over(self.model, self)
         if early:
@@ -207,7 +205,7 @@ class Ulysses:
     def attend(
         self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any
     ) -> Any:
-        """Compute a transformers attention function on [b, n, s, d] with exchanges around it; see ``hf_attention.Exchanges``."""
+        """Compute a transformers attention function on [b, n, s, d] with exchanges around it."""
         name = f"{self._paths.get(id(module), '')} ({type(module).__name__})".lstrip()
         cut = self._current(name)
         self._attentions += 1
@@ -244,7 +242,7 @@ class Ulysses:
         return heads.leave(out, cut, 1, 2), weights
 
     def mask(self, function: Callable[..., Any], **more: Any) -> Any:
-        """Return a transformers mask of the whole sequence; see ``hf_attention.Exchanges``."""
+        """Return a transformers mask of the whole sequence."""
         cut = self._current()
         if self.context is not None:
             return self.context.mask(cut, more["mask_function"], more["batch_size"])
@@ -289,8 +287,8 @@ class Ulysses:
                 wide = isinstance(module, _ConvNd) and any(n > 1 for n in module.kernel_size)
                 if wide or isinstance(module, nn.RNNBase):
                     raise ConfigError(
-                        f"{path} ({type(module).__name__}) of {type(self.model).__name__} goes from position to position"
-                        f" outside of attention, and each rank has its own positions only: {self._instead}"
+                        f"{path} ({type(module).__name__}) of {type(self.model).__name__} goes from position to"
+                        f" position outside of attention, and each rank has its own positions only: {self._instead}"
                     )
 
     # region: sequences are cut between two modules
@@ -311,8 +309,8 @@ class Ulysses:
             cut = self._current(last)
             if x.shape[dim] != cut.local:
                 raise ConfigError(
-                    f"{last} leaves {x.shape[dim]} positions of a rank's {cut.local}: leave= must be where enter='{first}'"
-                    f" and what was cut inside of it end, sequence() for instance ({self.where}, E10)"
+                    f"{last} leaves {x.shape[dim]} positions of a rank's {cut.local}: leave= must be where"
+                    f" enter='{first}' and what was cut inside of it end, sequence() for instance ({self.where}, E10)"
                 )
             return cut.whole(x, dim, self.group, self.cp, "reduce_scatter")
 
@@ -359,9 +357,9 @@ class Ulysses:
             model.register_forward_pre_hook(self._begin_inputs, with_kwargs=True)
         elif not self._hugging_face:
             raise ConfigError(
-                f"specify where the sequence of {name} is cut: inputs=, names of the model's inputs that have positions (and"
-                " positions=, where it takes their numbers), or enter= and leave=, the modules between which hidden states"
-                f" are cut ({self.where})"
+                f"specify where the sequence of {name} is cut: inputs=, names of the model's inputs that have"
+                " positions (and positions=, where it takes their numbers), or enter= and leave=, the modules between"
+                f" which hidden states are cut ({self.where})"
             )
         else:
             of_sequences = ("pooler", "score", "classifier", "qa_outputs")
@@ -397,14 +395,14 @@ class Ulysses:
         generating = [name for name in ("past_key_values", "logits_to_keep") if not _is_zero(given.get(name, 0))]
         if generating:
             raise ConfigError(
-                f"{cls} was given {', '.join(generating)}, as generate() does: it continues whole sequences, and each rank"
-                " has its own positions only; generate with the whole model (applied.save_pretrained), or one split over tp"
-                f" ({where})"
+                f"{cls} was given {', '.join(generating)}, as generate() does: it continues whole sequences, and each"
+                " rank has its own positions only; generate with the whole model (applied.save_pretrained), or one"
+                f" split over tp ({where})"
             )
         if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
             raise ConfigError(
-                f"{cls} balances its experts by a loss over the whole sequence (output_router_logits), and each rank would"
-                f" make one of its own positions: set output_router_logits to False ({where})"
+                f"{cls} balances its experts by a loss over the whole sequence (output_router_logits), and each rank"
+                f" would make one of its own positions: set output_router_logits to False ({where})"
             )
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         self._packed = None
@@ -432,8 +430,8 @@ class Ulysses:
             self._weight = (cut.take(labels, 1, IGNORED) != IGNORED).sum().double() / (labels != IGNORED).sum()
         elif isinstance(labels, Tensor):
             raise ConfigError(
-                f"it is not known how {cls} makes a loss of labels: give loss='next_token' or loss='per_token' (a mean over"
-                f" labelled positions), or cut sequences inside the model, with enter= and leave= ({where})"
+                f"it is not known how {cls} makes a loss of labels: give loss='next_token' or loss='per_token' (a mean"
+                f" over labelled positions), or cut sequences inside the model, with enter= and leave= ({where})"
             )
         hf_attention.RUNNING.set(self)
         for name, fill in _INPUTS.items():
@@ -476,7 +474,7 @@ class Ulysses:
     # results
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's positions of a tensor that belongs to the inputs of the last pass, with zeros for padding."""
+        """Return this rank's positions of a tensor of the last pass, with zeros for padding."""
         return self._current().take(x, dim)
 
     def complete(self, result: Any) -> Any:

@@ -7,15 +7,12 @@
         zero.backward(model(**batch).loss)
         zero.step()
 
-Gradients are summed over dp and sp, and over tp where a parameter is used on a share of positions or heads, before they
-are sharded: a loss is divided by the number of tokens of all ranks. The norm counts every element of the whole model
-once, whichever rank has it.
+Gradients are summed, not averaged, before they are sharded: a loss is divided by the number of tokens of all ranks.
 
-Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2,
-... are the blocks: the items of the outermost lists of modules of one class, or of transformers' layers of several. A
-pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the blocks in reverse. Where a
-model keeps some parameters in another dtype (fp32 of the routers of transformers' mixtures), these are the last unit,
-which is whole between its uses.
+Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks), units 1, 2,
+... are the blocks. A pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the
+blocks in reverse. Parameters in another dtype (routers of transformers' mixtures) are the last unit, which is whole
+between its uses.
 """
 
 from __future__ import annotations
@@ -47,13 +44,7 @@ from megatron_sp.utils.errors import ConfigError
 class ZeroTraining:
     """Optimizer of a scheduled model, which also holds its parameters and gradients.
 
-    Args:
-        model: already split; its parameters become views of flat buffers.
-        specs: of its parameters.
-        args: of the line: stage, optimizer (OptimizerConfig, or its fields), micro_batches of a step, blocks (glob).
-        where: file and line that asked for it.
-    Raises:
-        ConfigError: an unknown stage or optimizer.
+    The model is split already; its parameters become views of flat buffers.
     """
 
     def __init__(
@@ -85,7 +76,7 @@ class ZeroTraining:
         self.weights.start_step(self.micro_batches)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward for one micro-batch; in the step's last one, gradients are reduced as soon as they are complete."""
+        """Run backward for one micro-batch; in the last one, gradients are reduced as soon as they are complete."""
         count = self.micro_batches
         if self._micro_batch == count:
             raise RuntimeError(f"a step has {count} micro-batches: call step(), or schedule .zero(micro_batches=...)")
@@ -122,7 +113,7 @@ class ZeroTraining:
         return norm
 
     def gradients_of_all(self) -> dict[str, Tensor]:
-        """Return this tp rank's part of every gradient, summed over all ranks, until the next step begins. Collective."""
+        """Return this tp rank's part of every gradient, summed over all ranks. Collective."""
         self.finish()
         return self._gathered([unit.grad_shard for unit in self.units])
 
@@ -180,7 +171,7 @@ def require(model: nn.Module, args: Mapping[str, Any], where: str) -> None:
 
 
 class Parameters(nn.Module):
-    """Container of some of a model's parameters, under their names there with slashes for dots."""
+    # under their names in the model, with slashes for dots
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         super().__init__()
@@ -189,7 +180,7 @@ class Parameters(nn.Module):
 
 
 def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
-    """Return the paths of the blocks, in order; by default the items of the outermost lists of modules that are alike."""
+    """Return the paths of the blocks (default: the items of the outermost lists of modules that are alike)."""
     if glob is not None:
         return expand(model, glob)
     layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
@@ -239,12 +230,11 @@ def order_of(num_blocks: int, *, backward: bool) -> list[int]:
 
 
 class UnitHooks:
-    """Hooks of one model, for its lifetime, which report when its units are used.
+    """Hooks of one model, for its lifetime, which report when its units are used."""
 
-    A block has two places in the autograd graph, a hook of its output's gradient and an identity before its input:
-    backward passes the first when the block's parameters are about to be read, and the second when all its gradients
-    are complete.
-    """
+    # A block has two places in the autograd graph, a hook of its output's gradient and an identity before its input:
+    # backward passes the first when the block's parameters are about to be read, and the second when all its gradients
+    # are complete.
 
     def __init__(self, model: nn.Module, blocks: list[str], num_units: int) -> None:
         self._ends = (0, *range(len(blocks) + 1, num_units))  # what is outside of the blocks, or of all of them
@@ -323,8 +313,8 @@ class UnitHooks:
             def view() -> Tensor:
                 if like.numel() == 0:
                     self._read(index)
-                empty = torch.empty(0, dtype=like.dtype, device=like.device)
-                return empty.set_(like.data.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload,no-any-return]
+                place: Any = torch.empty(0, dtype=like.dtype, device=like.device)
+                return place.set_(like.data.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
 
             return view
 
@@ -339,8 +329,6 @@ class UnitHooks:
 
 
 class _Passed(torch.autograd.Function):
-    """Identity in forward; calls a function when the gradient passes."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
         ctx.passed = passed

@@ -1,4 +1,4 @@
-"""A schedule as data: its lines, the globs by which they name modules, and the axes of ranks. Nothing here touches a model."""
+"""A schedule as data: its lines, the globs by which they name modules, and the axes of ranks."""
 
 from __future__ import annotations
 
@@ -51,11 +51,7 @@ class PathError(ConfigError):
 
 
 def expand(model: nn.Module, glob: str) -> list[str]:
-    """Return the paths of all modules that a glob matches, in the model's order; "" is the model itself.
-
-    Raises:
-        PathError: no match; reports how far the glob matches, which modules are there, and similar names.
-    """
+    """Return the paths of all modules that a glob matches, in the model's order. Raises PathError: there are none."""
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     pattern = re.compile(_regex(glob))
     if matches := [path for path in paths if pattern.fullmatch(path)]:
@@ -95,8 +91,6 @@ def _regex(glob: str) -> str:
 
 @dataclass(frozen=True)
 class _ImaginedGroup:
-    """A group that has a size and a rank but cannot communicate, for checks without a job."""
-
     ranks: int
     place: int = 0
 
@@ -125,11 +119,7 @@ class Mesh:
 
     @classmethod
     def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, cp: int = 1, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:
-        """Create a mesh without a job: a schedule on it can be checked and shown, but not run unless all sizes are 1.
-
-        Raises:
-            ConfigError: a size is below 1.
-        """
+        """Create a mesh without a job: a schedule on it can be checked and shown, but not run."""
         for name, size in (("tp", tp), ("sp", sp), ("dp", dp), ("cp", cp)):
             if size < 1:
                 raise ConfigError(f"{name} ({size}) must be at least 1")
@@ -138,7 +128,7 @@ class Mesh:
         return cls(*(SINGLE_RANK if n == 1 else cast(Group, _ImaginedGroup(n, rank)) for n, rank in sizes))
 
     def group(self, axis: str) -> Group:
-        """Return the group of an axis. Raises ConfigError if there is no such axis."""
+        """Return the group of an axis."""
         if axis not in AXES:
             raise ConfigError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
         return cast(Group, getattr(self, axis))

@@ -80,7 +80,7 @@ def parameter_names(module: nn.Module) -> list[str]:
 
 
 def input_name(module: nn.Module, path: str, arg: Name, where: str) -> str:
-    """Return the name of an input, or its index if the signature does not name it. Raises ConfigError: there is none (E13)."""
+    """Return the name of an input, or its index if the signature does not name it."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]  # a split layer's forward has other names
     place, name = _place(names, path, arg, where, module)
     return name or str(place)
@@ -99,7 +99,7 @@ def _place(names: list[str], path: str, arg: Name, where: str, module: nn.Module
 
 
 def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, where: str) -> Change:
-    """Return the function that a sync with these arguments applies to its tensor. Raises ConfigError: an unknown mode or op."""
+    """Return the function that a sync with these arguments applies to its tensor."""
     mode, op = args["mode"], args["op"]
     if mode not in MODES:
         raise ConfigError(f"sync on {path}: mode {mode!r} is not known, only {', '.join(MODES)} ({where})")

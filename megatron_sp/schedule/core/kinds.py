@@ -1,4 +1,4 @@
-"""Table of module classes: which dims of their parameters run over outputs (split by columns), and which over inputs (by rows).
+"""Table of module classes: which dims of their parameters run over outputs, and which over inputs.
 
     column   each rank has some of the outputs:   y_r = x @ W_r, with its own part of the bias
     row      each rank has some of the inputs:    y = sum over ranks of x_r @ W_r, then the whole bias, once
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,16 +45,8 @@ class Kind:
 
     @property
     def by_channel(self) -> bool:
-        """True if each output depends only on the input in the same place: a split module takes a share and returns one."""
+        """True if each output depends only on the input in the same place, so that shares make shares."""
         return self.inputs == 0
-
-
-def _linear(module: nn.Module, x: Tensor) -> Tensor:
-    return F.linear(x, module.weight)  # type: ignore[arg-type]
-
-
-def _conv1d(module: nn.Module, x: Tensor) -> Tensor:
-    return x @ module.weight  # type: ignore[operator,no-any-return]
 
 
 def _convolution(module: nn.Module, x: Tensor) -> Tensor:
@@ -76,13 +69,16 @@ _NORM = (
     " its gradients are summed by themselves, and a norm inside of heads takes .sum_gradients()"
 )
 _ATTENTION = (
-    "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its place"
-    " with .replace(), or leave it whole"
+    "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its"
+    " place with .replace(), or leave it whole"
 )
 _RECURRENT = (
-    "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single layers"
-    " in its place with .replace()"
+    "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single"
+    " layers in its place with .replace()"
 )
+Product = Callable[[Any, Tensor], Tensor]
+_linear: Product = lambda module, x: F.linear(x, module.weight)
+_conv1d: Product = lambda module, x: x @ module.weight  # of transformers: [in, out]
 _LINEAR = Kind({"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear)
 _STATISTICS = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
 _NORM_BY_CHANNEL = Kind(_STATISTICS, out_attribute="num_features", inputs=0, out_axis=1)
@@ -126,7 +122,7 @@ def knows(cls: type[nn.Module]) -> bool:
 
 
 def find_kind(module: nn.Module) -> Kind | None:
-    """Return the kind of the nearest class in the table, or None."""
+    """Return the kind of the nearest class in the table."""
     cls, kind = _entry(module)
     if cls not in _TORCH_KINDS or not isinstance(module, _ConvNd) or module.groups == 1:
         return kind
@@ -144,18 +140,19 @@ def _entry(module: nn.Module) -> tuple[type, Kind] | tuple[None, None]:
 
 
 def computes_as_known(module: nn.Module, *, taught: bool = True) -> bool:
-    """Return whether a module's forward is that of its class in the table: no subclass, wrapper or patch adds anything.
+    """Return whether no subclass, wrapper or patch adds anything to the forward of a class in the table.
 
-    Without ``taught`` that is false for classes that a user has registered, whose ``Kind.product`` alone is known.
+    Without ``taught``, of a class that no user has registered: of those, ``Kind.product`` alone is known.
     """
     cls, _ = _entry(module)
-    if cls is None or "forward" in module.__dict__ or type(module).forward is not cls.forward:  # type: ignore[attr-defined]
+    own = module.__dict__.get("forward", type(module).forward)
+    if cls is None or own is not cls.forward:  # type: ignore[attr-defined]
         return False
     return taught or cls in _TORCH_KINDS or f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME
 
 
 def kind_of(module: nn.Module, path: str) -> Kind:
-    """Return the kind of a module. Raises ConfigError: its class is unknown (the message shows how to add it) or refused."""
+    """Return the kind of a module. Raises ConfigError: its class is unknown, or cannot be split."""
     kind, name = find_kind(module), type(module).__name__
     refusal = kind.refusal if kind is not None else _NORM if name.endswith("Norm") else None
     weight = module._parameters.get("weight")

@@ -27,6 +27,6 @@ from megatron_sp.schedule.presets.families import (
 from megatron_sp.schedule.presets.hf_plan import from_hf_plan
 
 __all__ = [
-    "Blocks", "auto", "bert", "clip", "falcon", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "modernbert", "opt",
-    "register_preset", "t5", "vit", "whisper",
+    "Blocks", "auto", "bert", "clip", "falcon", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "modernbert",
+    "opt", "register_preset", "t5", "vit", "whisper",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Presets of model families, which transformers names in ``config.model_type``: a function for each, in ordinary lines."""
+"""Presets of model families, which transformers names in ``config.model_type``: a function for each."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ _WRITERS: dict[str, Writer] = {}
 
 
 def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
-    """Decorate a function that writes the lines of a family.
+    """Decorate a function (schedule, seq) -> ``Blocks`` that writes the lines of a family, as those below do.
 
-    The function takes the schedule, and whether activations between the layers are split along the sequence over tp;
-    the model is ``schedule.model``. It returns the paths of the blocks. It does not write the lines of word embeddings,
-    output layer, ``sequence()`` and recomputation, which ``auto`` adds.
+    It does not write the lines of word embeddings, output layer, ``sequence()`` and recomputation: ``auto`` adds them.
     """
 
     def register(writer: Writer) -> Writer:
@@ -48,7 +46,8 @@ def families() -> list[str]:
 
 def auto(
     model: nn.Module, mesh: Mesh | None = None, *, tp: int | None = None, sp: int | None = None, cp: int | None = None,
-    seq: bool = False, ulysses: bool | None = None, context: bool | None = None, vocab: bool = True, recompute: str | bool = False,
+    seq: bool = False, ulysses: bool | None = None, context: bool | None = None, vocab: bool = True,
+    recompute: str | bool = False,
 ) -> Schedule:  # fmt: skip
     """Make the schedule of a model of a known family; it is not yet applied, and lines may be added.
 
@@ -59,9 +58,6 @@ def auto(
         ulysses, context: split sequences over sp, deal them to the ranks of cp (default: if these are above 1).
         vocab: split the word embeddings and the output layer along the vocabulary.
         recompute: recompute blocks in backward; True, or the policy of ``.checkpoint()``.
-    Raises:
-        ConfigError: the family is unknown, the model has a feature that the preset does not cover, or sizes do not
-            agree with the mesh.
     """
     for axis, size in (("tp", tp), ("sp", sp), ("cp", cp)) if mesh is not None else ():
         if size is not None and size != mesh.group(axis).size():  # type: ignore[union-attr]
@@ -123,7 +119,7 @@ def _vocabularies(model: Any) -> list[Any]:
 
 
 def base_of(s: Schedule) -> str:
-    """Return the prefix of the base model's modules: such as "model." in a model with a head, empty in the base model itself."""
+    """Return the prefix of the base model's modules: such as "model." in a model with a head, else empty."""
     prefix = getattr(s.model, "base_model_prefix", "")
     return f"{prefix}." if prefix and isinstance(getattr(s.model, prefix, None), nn.Module) else ""
 
@@ -167,8 +163,8 @@ def _mlp(s: Schedule, path: str, up: str, down: str, ends: Ends, **column: Any) 
 
 
 def _differ(s: Schedule, blocks: str, *split: str, seq: bool, same: str = "") -> None:
-    # dropout differs between tp ranks: in whole blocks if the sequence is split, otherwise only in the split modules, but
-    # for what comes after the sum inside of them (``same``)
+    # dropout differs between tp ranks: in whole blocks if the sequence is split, else in the split modules, but not after
+    # the sum inside of them (``same``)
     if drops(s.model.config):
         for glob in [blocks] if seq else split:
             s[glob].rng("tp")
@@ -200,7 +196,7 @@ def bert(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("gpt2")
 def gpt2(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of GPT-2: one projection for q, k and v with a transposed weight (``Conv1D``); its width follows."""
+    """Write the lines of GPT-2: one projection for q, k and v with a transposed weight (``Conv1D``)."""
     config, base, ends = _begin(s, seq)
     blocks = f"{base}h.*"
     _attention(s, f"{blocks}.attn", "c_attn", "c_proj", ends, blocks=3, heads=config.n_head)
@@ -222,7 +218,7 @@ def gpt_neox(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("llama", "mistral", "qwen2", "qwen3")
 def llama(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of Llama and models with the same modules: Mistral, Qwen2 (biases at q, k, v), Qwen3 (a norm within each head)."""
+    """Write the lines of Llama, and of Mistral, Qwen2 (biases at q, k, v) and Qwen3 (a norm within each head)."""
     config, base, ends = _begin(s, seq)
     blocks, heads, key_values = f"{base}layers.*", config.num_attention_heads, config.num_key_value_heads
     s[f"{blocks}.self_attn"].sync("fwd_pre", ends[0], arg="hidden_states")
@@ -239,15 +235,13 @@ def llama(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("opt")
 def opt(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of OPT, whose MLP is not a separate module and flattens batch and positions, before its first layer.
-
-    With the sequence split, ranks therefore gather along the first dim there: this changes the order of the rows, which
-    does not matter to an MLP, and the reduce_scatter after it splits along the same dim again.
-    """
+    """Write the lines of OPT, whose MLP is not a separate module and flattens batch and positions."""
     config, base, ends = _begin(s, seq)
     layers, norm, rows = f"{base}decoder.layers", f"{base}decoder.final_layer_norm", 0
     blocks = f"{layers}.*"
     _attention(s, f"{blocks}.self_attn", "{q,k,v}_proj", "out_proj", ends, heads=config.num_attention_heads)
+    # with the sequence split, ranks gather along the first dim there: this changes the order of the rows, which an MLP
+    # does not mind, and the reduce_scatter after it splits along the same dim again
     s[f"{blocks}.fc1"].sync("fwd_pre", ends[0], axis=rows).column(input="prepared")
     s[f"{blocks}.fc2"].row(ends[1], axis=rows)
     _differ(s, blocks, f"{blocks}.self_attn", seq=seq)
@@ -257,7 +251,7 @@ def opt(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("t5")
 def t5(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: sp above 1."""
+    """Write the lines of T5, or of its encoder."""
     config, base, ends = _begin(s, seq)
     _refuse_sp(s, "T5's attention has a bias of positions for each head, which Ulysses (sp {sp}) does not trade")
     has_decoder = _has(s, f"{base}decoder")
@@ -279,19 +273,19 @@ def t5(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("falcon")
 def falcon(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: sp above 1; alibi; or multi_query with a sequence that is to be split."""
+    """Write the lines of Falcon; with multi_query, attention stays whole."""
     config, base, ends = _begin(s, seq)
     _refuse_sp(s, "Falcon computes its attention itself, so Ulysses (sp {sp}) has no place to trade heads")
     if config.alibi:
         raise ConfigError(
-            "Falcon with slopes (alibi) adds a number for each head to its mask, which the preset does not cover: write its"
-            " lines with schedule(model, mesh), as docs/reference/schedule_presets.md does for Bloom"
+            "Falcon with slopes (alibi) adds a number for each head to its mask, which the preset does not cover:"
+            " write its lines with schedule(model, mesh), as docs/reference/schedule_presets.md does for Bloom"
         )
     one_key = config.multi_query and not config.new_decoder_architecture
     if seq and one_key:
         raise ConfigError(
-            "Falcon with multi_query has one key and value for all heads, so its attention stays whole on every rank, and"
-            " wants all positions there: leave seq out"
+            "Falcon with multi_query has one key and value for all heads, so its attention stays whole on every rank,"
+            " and wants all positions there: leave seq out"
         )
     blocks, queries = f"{base}h.*", config.num_attention_heads
     if not one_key:
@@ -322,7 +316,7 @@ _TWO_SEQUENCES = "two sequences of which each has its own length, and Ulysses (s
 
 @register_preset("whisper")
 def whisper(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: sp above 1, audio positions that tp does not divide, or activation_dropout without ``seq``."""
+    """Write the lines of Whisper's encoder, decoder or both."""
     config, base, ends = _begin(s, seq)
     tp, stacks = s.mesh.tp.size(), [name for name in ("encoder", "decoder") if _has(s, f"{base}{name}")]
     _refuse_sp(s, f"Whisper has sound and text, {_TWO_SEQUENCES}")
@@ -332,7 +326,8 @@ def whisper(s: Schedule, seq: bool) -> Blocks:
     if tp > 1 and not seq and config.activation_dropout > 0:
         raise ConfigError(
             f"activation_dropout ({config.activation_dropout}) of Whisper's layers works on what is split, in the same"
-            " module as dropout on what is whole, and random numbers are told apart by module: set it to 0, or take seq=True"
+            " module as dropout on what is whole, and random numbers are told apart by module: set it to 0, or take"
+            " seq=True"
         )
     attentions = []
     for name in stacks:
@@ -353,7 +348,7 @@ def whisper(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("vit")
 def vit(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: tp does not divide the number of tokens, which are to be split."""
+    """Write the lines of ViT."""
     config, base, ends = _begin(s, seq)
     blocks = f"{base}layers.*"
     _attention(s, f"{blocks}.attention", "{q,k,v}_proj", "o_proj", ends, heads=config.num_attention_heads)
@@ -370,14 +365,14 @@ def _require_even(config: Any, tp: int) -> None:
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if (patches + 1) % tp:
         raise ConfigError(
-            f"{patches} patches and the class token are {patches + 1} tokens, which must be a multiple of tp ({tp}) to be cut"
-            " along the sequence: leave seq out, or choose another image_size or patch_size (E12)"
+            f"{patches} patches and the class token are {patches + 1} tokens, which must be a multiple of tp ({tp}) to"
+            " be cut along the sequence: leave seq out, or choose another image_size or patch_size (E12)"
         )
 
 
 @register_preset("clip", "clip_text_model", "clip_vision_model")
 def clip(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: both towers with sp above 1, or patches + 1 that are to be split and not divisible by tp."""
+    """Write the lines of CLIP, or of one of its towers."""
     config, _, ends = _begin(s, seq)
     towers = {"text_model": "text_config", "vision_model": "vision_config"}
     towers = {name: of for name, of in towers.items() if _has(s, name)}

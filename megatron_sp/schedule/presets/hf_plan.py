@@ -1,4 +1,4 @@
-"""Conversion of transformers' own tensor parallel plans (``config.base_model_tp_plan``, the head's ``_tp_plan``) to schedules.
+"""Conversion of transformers' own tensor parallel plans (``base_model_tp_plan``, the head's ``_tp_plan``) to schedules.
 
 A plan names modules and parameters by glob, each with a style. What it does not contain, such as heads and norms within
 heads, is taken from the configuration and the modules. An unknown style is an error: a plan that is partly ignored
@@ -21,7 +21,8 @@ from megatron_sp.utils.errors import ConfigError
 # what each style writes: see ``_Plan``; "" nothing
 _MODULES = {
     "colwise": "column", "colwise_gather_output": "gathered", "colwise_rep": "gathered", "packed_colwise": "packed",
-    "rowwise": "row", "rowwise_split_input": "cut and row", "rowwise_rep": "cut and row", "embedding_rowwise": "vocabulary",
+    "rowwise": "row", "rowwise_split_input": "cut and row", "rowwise_rep": "cut and row",
+    "embedding_rowwise": "vocabulary",
     "embedding_colwise": "gathered table", "replicated_with_grad_allreduce": "summed", "mla_kv_a_proj": "latent",
     "moe_tp_experts": "experts", "replicate": "", "local_params": "",
 }  # fmt: skip
@@ -33,11 +34,7 @@ _TENSORS: dict[str, tuple[int, int | None] | None] = {
 
 
 def from_hf_plan(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
-    """Make a tensor parallel schedule from transformers' plan for a model; it is not yet applied, and lines may be added.
-
-    Raises:
-        ConfigError: the model has no plan, or one that is not understood.
-    """
+    """Make a schedule from transformers' plan for a model; it is not yet applied, and lines may be added."""
     s, cls, config = schedule(model, mesh), type(model).__name__, model.config
     plan = {f"{base_of(s)}{path}": style for path, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
     plan |= getattr(model, "_tp_plan", None) or {}
@@ -124,8 +121,9 @@ class _Plan:
             for name, flag in (("a bias", "has_bias"), ("a norm", "has_post_expert_norm")):
                 if getattr(module, flag, False):  # which every rank would add
                     raise ConfigError(
-                        f"{path} ({type(module).__name__}) has {name} after the product of each expert, whose sum over the"
-                        " ranks comes later: leave the experts whole, with lines of schedule(model, mesh) for everything else"
+                        f"{path} ({type(module).__name__}) has {name} after the product of each expert, whose sum over"
+                        " the ranks comes later: leave the experts whole, with lines of schedule(model, mesh) for"
+                        " everything else"
                     )
             names = parameter_names(module)
             lines.sync("fwd_pre", "copy", arg=names[0] if names else 0)

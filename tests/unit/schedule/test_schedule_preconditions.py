@@ -89,14 +89,6 @@ def test_refused(make: Callable[[], nn.Module], write: Callable[[Schedule], Any]
     assert all(tuple(p.shape) == before[name] for name, p in model.named_parameters() if before), "nothing has changed"
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_outputs_are_joined_along_their_own_axis(axis: int) -> None:
-    s = schedule(nn.Sequential(nn.Linear(4, 4)), Mesh.sizes(tp=2))
-    s["0"].column().sync("fwd_post", "all_gather", axis=axis)
-    with pytest.raises(ConfigError, match=rf"all_gather at 0: the result, \[3, 2, 2\] on each rank, is split along axis 2, not {axis}"):
-        s.apply(verify=False).eval()(torch.zeros(3, 2, 4))
-
-
 def test_an_axis_that_a_tensor_has_not() -> None:
     s = schedule(nn.Sequential(nn.Linear(4, 4)), Mesh.sizes(tp=2))
     s["0"].sync("fwd_pre", "scatter", axis=5)
