@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from megatron_sp.schedule import plan_file
-from megatron_sp.schedule.apply.applied import Applied
-from megatron_sp.schedule.apply.apply import apply, decide
+from megatron_sp.schedule.apply.apply import Applied, apply, decide
 from megatron_sp.schedule.apply.ulysses import OPTIONS, require_known, require_known_of_context
 from megatron_sp.schedule.core.directives import Directive, Mesh, caller, expand
 from megatron_sp.schedule.report import show as text

@@ -23,7 +23,7 @@ from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, Unit, UnitEvents
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.apply.applied import Applied
+from megatron_sp.schedule.apply.apply import Applied
 from megatron_sp.schedule.apply.zero import UnitHooks, find_blocks, order_of, units_of
 from megatron_sp.schedule.verify.copies import Float64Mode, one_expert_at_a_time
 from megatron_sp.tasks import bert, gpt

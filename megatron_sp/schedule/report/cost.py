@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_sp.comm.groups import unchecked
 from megatron_sp.comm.nobody import count_collectives
-from megatron_sp.schedule.apply.applied import Applied
-from megatron_sp.schedule.apply.apply import apply, without_weights, without_weights_in
+from megatron_sp.schedule.apply.apply import Applied, apply, without_weights, without_weights_in
 from megatron_sp.schedule.apply.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.core.directives import AXES, Mesh, expand
 from megatron_sp.schedule.core.hooks import tensors_of

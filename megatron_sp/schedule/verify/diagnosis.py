@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.schedule.apply.applied import Applied
+from megatron_sp.schedule.apply.apply import Applied
 from megatron_sp.schedule.core.directives import AXES, Directive, Mesh, expand
 from megatron_sp.schedule.core.hooks import parameter_names, tensors_of
 

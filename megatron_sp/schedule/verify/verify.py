@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.schedule.apply.applied import Applied
-from megatron_sp.schedule.apply.apply import apply
+from megatron_sp.schedule.apply.apply import Applied, apply
 from megatron_sp.schedule.core.directives import AXES, Directive, Mesh
 from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.schedule.verify.copies import Float64Mode, WithoutDropout, deterministic_copy, drops
