@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.schedule.apply.context import Context
+from megatron_sp.schedule.apply.sequences import Cut, Heads
 from megatron_sp.utils.errors import ConfigError
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -73,3 +74,11 @@ def test_a_function_of_the_share_of_a_rank() -> None:
     blocks = torch.zeros(BATCH, 10, dtype=torch.long)  # of fewer positions than the sequence has
     with pytest.raises(ConfigError, match=r"cannot be looked at, and context.* IndexError"):
         recognised(lambda b, h, q, k: blocks[b, q] == blocks[b, k])
+
+
+def test_a_recomputation_behind_a_pass_of_another_length_is_refused() -> None:
+    """Its exchanges would take the other pass's length, and drop positions without a word."""
+    heads, shorter = Heads(SINGLE_RANK, 2, 1, "attention"), Cut(5, 6, 1, 0)
+    assert heads.enter(torch.zeros(1, 2, 6, 4), shorter).shape == (1, 2, 5, 4)
+    with pytest.raises(ConfigError, match="attention computes 8 positions, but the last forward pass had 6"):
+        heads.enter(torch.zeros(1, 2, 8, 4), shorter)
