@@ -244,11 +244,12 @@ class UnitHooks:
         self._keeping: list[Any] = []
         model.register_forward_pre_hook(lambda *_: self._read(*self._ends), prepend=True)
         # backward begins with what is after the blocks
-        model.register_forward_hook(lambda _, args, result: self._at_gradient(result, 0))
+        model.register_forward_hook(lambda _, args, result: self._at_gradient(result, (), 0))
         for index, path in enumerate(blocks, 1):
             block, is_last = model.get_submodule(path), index == len(blocks)
             block.register_forward_pre_hook(partial(self._before_block, index), with_kwargs=True, prepend=True)
-            block.register_forward_hook(partial(self._after_block, index, is_last), always_call=True)
+            after = partial(self._after_block, index, is_last)
+            block.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def _read(self, *units: int) -> None:
         for index in units if self.events is not None else ():
@@ -274,20 +275,22 @@ class UnitHooks:
         named[first] = _Passed.apply(named[first], partial(self._done, index))
         return tuple(named[i] for i in range(len(args))), {name: named[name] for name in kwargs}
 
-    def _after_block(self, index: int, is_last: bool, _: nn.Module, args: Any, result: Any) -> None:
+    def _after_block(self, index: int, is_last: bool, _: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if self.events is None:
             return
         if self._keeping:
             self._keeping.pop().__exit__(None, None, None)
         if is_last and result is not None:  # None: the block has raised an exception
             self._read(0)
-        self._at_gradient(result, index)
+        self._at_gradient(result, tensors_of([args, kwargs]).values(), index)
 
-    def _at_gradient(self, result: Any, index: int) -> None:
-        # the tensors stay what they are, for a model may write into them
+    def _at_gradient(self, result: Any, inputs: Iterable[Tensor], index: int) -> None:
+        # the tensors stay what they are, for a model may write into them; one that a block only passes on (the position
+        # bias of T5) has its gradient when earlier blocks need it, and this one has given its buffer away
         if self.events is not None and torch.is_grad_enabled():
+            passed_on = {id(x) for x in inputs}
             for x in tensors_of(result).values():
-                if x.requires_grad:
+                if x.requires_grad and id(x) not in passed_on:
                     x.register_hook(lambda grad: self._read(index))
 
     def _done(self, index: int) -> None:
