@@ -160,8 +160,8 @@ class Ulysses:
             return
         if not self._hugging_face:
             raise ConfigError(
-                f"{name} is not a model of transformers, so specify where its attention is: core=, the modules that"
-                " get q, k"
+                f"{name} is not a model of transformers, so specify where its attention is: core=, the modules that get"
+                " q, k"
                 f' and v, with q=, k=, v= (names of their inputs) and layout= "bshd", "bhsd" or "sbhd" ({where})'
             )
         if getattr(self.model.config, "is_encoder_decoder", False):
@@ -357,9 +357,9 @@ class Ulysses:
             model.register_forward_pre_hook(self._begin_inputs, with_kwargs=True)
         elif not self._hugging_face:
             raise ConfigError(
-                f"specify where the sequence of {name} is cut: inputs=, names of the model's inputs that have"
-                " positions (and positions=, where it takes their numbers), or enter= and leave=, the modules between"
-                f" which hidden states are cut ({self.where})"
+                f"specify where the sequence of {name} is cut: inputs=, names of the model's inputs that have positions"
+                " (and positions=, where it takes their numbers), or enter= and leave=, the modules between which"
+                f" hidden states are cut ({self.where})"
             )
         else:
             of_sequences = ("pooler", "score", "classifier", "qa_outputs")

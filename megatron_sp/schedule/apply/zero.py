@@ -165,8 +165,8 @@ def require(model: nn.Module, args: Mapping[str, Any], where: str) -> None:
     if other is not None:
         (first, one), (second, two) = ((name, str(dtype).removeprefix("torch.")) for name, dtype in (held[0], other))
         raise ConfigError(
-            f"zero: {first} is {one} and {second} is {two}, and all parameters of a unit lie in one buffer:"
-            f" give the model one dtype, model.to(torch.{one}) ({where})"
+            f"zero: {first} is {one} and {second} is {two}, and all parameters of a unit lie in one buffer: give the"
+            f" model one dtype, model.to(torch.{one}) ({where})"
         )
 
 

@@ -65,8 +65,8 @@ def _kind_of_convolution(dims: int, out: int = 0) -> Kind:
 
 
 _NORM = (
-    "a norm looks at all its features, so every rank keeps it whole: split the layers around it; in a sequence() region"
-    " its gradients are summed by themselves, and a norm inside of heads takes .sum_gradients()"
+    "a norm looks at all its features, so every rank keeps it whole: split the layers around it; in a sequence()"
+    " region its gradients are summed by themselves, and a norm inside of heads takes .sum_gradients()"
 )
 _ATTENTION = (
     "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its"
