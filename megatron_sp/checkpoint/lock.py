@@ -1,14 +1,8 @@
 """One writer per run: the file LOCK in the run folder.
 
-It is created with O_EXCL and records its holder (host, pid, start time of the process); its modification time is a
-heartbeat. Whoever finds it decides whether the holder is alive: on the same machine by the process table (pid and start
-time, so a reused pid does not count), where a holder from before the last boot is dead; from another machine only by
-the heartbeat, whose age is measured against the file system's own clock, since the clocks of two hosts may differ. A
-dead holder's lock is taken over with a warning. A kernel lock on LOCK.takeover decides who may take over; it dies with
-its holder, so that file means nothing when it is left behind. A job of several hosts that continues after one of them
-was rebooted finds its own lock with an old boot id: it waits for a heartbeat until the lock is stale. A LOCK that is
-not a regular file, or whose time lies in the future, gives no information: it is refused at once, with an error naming
-it.
+It is created with O_EXCL and records its holder; its modification time is a heartbeat. Whoever finds it decides whether
+the holder is alive: on the same machine by the process table, else by the age of the heartbeat. A dead holder's lock is
+taken over with a warning.
 """
 
 from __future__ import annotations
@@ -23,40 +17,30 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_sp.utils import processes
 from megatron_sp.utils.errors import LockError
 from megatron_sp.utils.files import file_system, open_own, require_own
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "LOCK"
-OF_ONE_HOST = (
-    "ext2",
-    "ext3",
-    "ext4",
-    "xfs",
-    "f2fs",
-    "zfs",
-    "tmpfs",
-)  # file systems that only one host mounts at a time
+OF_ONE_HOST = ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "tmpfs")  # file systems that one host mounts at a time
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
-_FUTURE_SECONDS = (
-    5.0  # a heartbeat may come between reading the clock and the file; if it is later than this, a clock is wrong
-)
+# a heartbeat may come between reading the clock and the file; if it is later than this, a clock is wrong
+_FUTURE_SECONDS = 5.0
 _OWN_JOB_PAUSE_S = 1.0  # between checks for a heartbeat of an earlier attempt
 _TRIES, _PAUSE_S = 200, 0.01  # for the right to take over, which others hold for microseconds
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """Lock of a run, held from construction until ``close()``; for rank 0 alone.
 
     Args:
         job: the launcher's name of the job, the same in all its attempts; empty if it has none.
-
     Raises:
         LockError: another process holds it (the message names its host and pid), or it cannot be taken over.
         OSError: the folder cannot be written.
@@ -67,21 +51,16 @@ class RunLock:
     ) -> None:
         self.path = Path(run_dir) / LOCK_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._me = {
-            **_this_process(),
-            "job": job,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "token": uuid.uuid4().hex,
-        }
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._holder = {**_this_process(), "job": job, "started": now, "token": uuid.uuid4().hex}
         self._stale_s = stale_s
         for _ in range(_TRIES):
             if self._create():
                 break
             self._clear_if_dead()
         else:
-            raise LockError(
-                f"{self.path.parent}: other jobs take {self.path} again and again; see which they are, and end them"
-            )
+            again = f"other jobs take {self.path} again and again; see which they are, and end them"
+            raise LockError(f"{self.path.parent}: {again}")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="run-lock-heartbeat", daemon=True)
         self._thread.start()
@@ -94,14 +73,11 @@ class RunLock:
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
 
-    def is_ours(self) -> bool:
-        return _read(self.path).get("token") == self._me["token"]
-
-    def __enter__(self) -> RunLock:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def is_ours(self) -> bool:
+        return _read(self.path).get("token") == self._holder["token"]
 
     def _create(self) -> bool:
         try:
@@ -110,7 +86,7 @@ class RunLock:
             _require_file(self.path)
             return False
         with open(fd, "w") as file:
-            json.dump(self._me, file)
+            json.dump(self._holder, file)
             file.flush()
             os.fsync(fd)
         return True
@@ -119,41 +95,47 @@ class RunLock:
         # remove the lock of a dead holder; raise LockError for a live one
         self._wait_for_own_job()
         self._judge()
-        with self._right_to_remove() as granted:
-            if not granted:
+        # A kernel lock on a second file decides who may remove the first. It dies with its holder, so that file means
+        # nothing when it is left behind. The verdict is repeated under it: another process may have taken over since.
+        guard = self.path.with_name(f"{LOCK_NAME}.takeover")
+        _require_file(guard)
+        with open_own(guard, os.O_RDWR | os.O_CREAT) as file:
+            if not _locked(file.fileno(), guard):
                 time.sleep(_PAUSE_S)
-            elif (who := self._judge()) is not None:
-                self.path.unlink(missing_ok=True)
-                logger.warning(
-                    "took over the lock of %s: %s was held by %s",
-                    self.path.parent,
-                    self.path.name,
-                    f"{who}, which is gone",
-                )
+                return
+            try:
+                if (who := self._judge()) is not None:
+                    self.path.unlink(missing_ok=True)
+                    held = f"{self.path.name} was held by {who}, which is gone"
+                    logger.warning("took over the lock of %s: %s", self.path.parent, held)
+            finally:
+                guard.unlink(missing_ok=True)
 
     def _wait_for_own_job(self) -> None:
-        first = sign = self._sign_of_own_job()
-        if first is not None:
-            logger.warning(
-                "%s is held by %s, an earlier attempt of this job: waiting up to %.0f s for a sign of life",
-                self.path, _name(_read(self.path)), self._stale_s,
-            )  # fmt: skip
-        while sign is not None and sign == first:
+        # A job of several hosts that continues after one of them was rebooted finds its own lock with an old boot id:
+        # wait until there is a heartbeat or the lock is stale.
+        first = None
+        while True:
+            holder = _read(self.path)
+            is_own = self._holder["job"] and holder.get("job") == self._holder["job"]
+            if not is_own or _is_alive(holder, self.path) is not None:
+                return
+            age = self._age()
+            if age is None or not -_FUTURE_SECONDS <= age < self._stale_s:
+                return
+            try:
+                touched = self.path.lstat().st_mtime_ns
+            except FileNotFoundError:
+                return
+            if first is None:
+                first = touched
+                logger.warning(
+                    "%s is held by %s, an earlier attempt of this job: waiting up to %.0f s for a sign of life",
+                    self.path, _name(_read(self.path)), self._stale_s,
+                )  # fmt: skip
+            elif touched != first:
+                return
             time.sleep(_OWN_JOB_PAUSE_S)
-            sign = self._sign_of_own_job()
-
-    def _sign_of_own_job(self) -> int | None:
-        """Return when the lock was last touched, in ns; None unless the holder is of this job, cannot be checked, and is not yet stale."""
-        holder = _read(self.path)
-        if not self._me["job"] or holder.get("job") != self._me["job"] or _is_alive(holder, self.path) is not None:
-            return None
-        age = self._age()
-        try:
-            return (
-                self.path.lstat().st_mtime_ns if age is not None and -_FUTURE_SECONDS <= age < self._stale_s else None
-            )
-        except FileNotFoundError:
-            return None
 
     def _judge(self) -> str | None:
         # the name of the dead holder, or None if the lock has been released meanwhile; raise LockError for a live one
@@ -164,37 +146,22 @@ class RunLock:
         who, alive = _name(holder), _is_alive(holder, self.path)
         if alive is None and age < -_FUTURE_SECONDS:
             raise LockError(
-                f"{self.path.parent} was in use by {who}, and {self.path} was touched {-age:.0f} s from now, by the clock of its file"
-                f" system: a clock is or was wrong, so it is unknown whether that job is alive. If it is surely gone, delete {self.path};"
-                " or use another --save"
+                f"{self.path.parent} was in use by {who}, and {self.path} was touched {-age:.0f} s from now, by the"
+                " clock of its file system: a clock is or was wrong, so it is unknown whether that job is alive. If it"
+                f" is surely gone, delete {self.path}; or use another --save"
             )
         if alive or (alive is None and age < self._stale_s):
             raise LockError(
-                f"{self.path.parent} is in use by {who}, last sign of life {max(0.0, age):.0f} s ago. Two jobs must not write into one run:"
-                f" end that one, use another --save, or, if it is surely gone, delete {self.path}"
+                f"{self.path.parent} is in use by {who}, last sign of life {max(0.0, age):.0f} s ago. Two jobs must not"
+                " write into one run: end that one, use another --save, or, if it is surely gone, delete"
+                f" {self.path}"
                 + ("" if alive else f" (it is taken over by itself after {self._stale_s:.0f} s without a sign of life)")
             )
         return who
 
-    @contextlib.contextmanager
-    def _right_to_remove(self) -> Iterator[bool]:
-        """Context manager that yields whether this process alone may remove the lock now.
-
-        A previous holder may have unlinked the locked file: the kernel's lock counts only if the file still has its
-        name.
-        """
-        guard = self.path.with_name(f"{LOCK_NAME}.takeover")
-        _require_file(guard)
-        with open_own(guard, os.O_RDWR | os.O_CREAT) as file:
-            granted = _locked(file.fileno(), guard)
-            try:
-                yield granted
-            finally:
-                if granted:
-                    guard.unlink(missing_ok=True)
-
     def _age(self) -> float | None:
-        """Return the seconds since the lock was touched, by the file system's clock; negative if in the future, None if it is gone."""
+        # seconds since the lock was touched; negative if in the future, None if it is gone. By the file system's own
+        # clock, the time of a file made now: the clocks of two hosts may differ.
         probe = self.path.with_name(f"{LOCK_NAME}.probe-{uuid.uuid4().hex[:8]}")
         try:
             probe.touch()
@@ -208,9 +175,8 @@ class RunLock:
         while not self._closed.wait(every_s):
             try:
                 if not self.is_ours():
-                    logger.error(
-                        "%s is no longer ours: another process took over this run; stop one of the two", self.path
-                    )
+                    taken = "another process took over this run; stop one of the two"
+                    logger.error("%s is no longer ours: %s", self.path, taken)
                     return
                 os.utime(self.path)
             except OSError as error:
@@ -231,7 +197,7 @@ class Holder(NamedTuple):
 
 
 def holder_of(run_dir: str | Path) -> Holder | None:
-    """Return the holder of a run's lock, None if nobody holds it; changes nothing, so anyone may call it."""
+    """Return the holder of a run's lock, None if nobody holds it; changes nothing."""
     path = Path(run_dir) / LOCK_NAME
     try:
         require_own(path)
@@ -243,47 +209,39 @@ def holder_of(run_dir: str | Path) -> Holder | None:
 
 
 def _require_file(path: Path) -> None:
+    # anything but a regular file gives no information: refused at once, by name
     try:
         require_own(path)
     except OSError as error:
-        raise LockError(
-            f"{path} cannot be used as the lock of this run: {error.strerror}. It is not a lock of ours: delete it, or use another --save"
-        ) from None
+        kind = f"{path} cannot be used as the lock of this run: {error.strerror}"
+        raise LockError(f"{kind}. It is not a lock of ours: delete it, or use another --save") from None
 
 
 def _locked(fd: int, path: Path) -> bool:
-    # Try to take the kernel's lock on an open file; return whether this process has it and the file still has its name.
+    # try to take the kernel's lock on an open file
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
             return False
-        raise LockError(
-            f"{path.parent}: the lock of a job that is gone cannot be taken over safely here (flock: {error.strerror}): delete {LOCK_NAME}"
-        ) from None
+        gone = "the lock of a job that is gone cannot be taken over safely here"
+        raise LockError(f"{path.parent}: {gone} (flock: {error.strerror}): delete {LOCK_NAME}") from None
     try:
+        # a previous holder may have unlinked the file: the lock counts only if it still has its name
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
         return False
 
 
 def _name(holder: dict[str, Any]) -> str:
-    return (
-        f"pid {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (since {holder.get('started', '?')})"
-    )
+    host, started = holder.get("host", "an unknown host"), holder.get("started", "?")
+    return f"pid {holder.get('pid', '?')} on {host} (since {started})"
 
 
 def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "process_start": _start_time(pid)}
-
-
-def _machine() -> str:
-    # boot id and pid namespace, equal only where a pid means the same process; empty if /proc does not have them
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    pid, host, machine = os.getpid(), socket.gethostname(), processes.machine()
+    machine = "" if machine == host else machine  # without /proc a pid says nothing about its process
+    return {"host": host, "machine": machine, "pid": pid, "process_start": _start_time(pid)}
 
 
 def _start_time(pid: int) -> str:
@@ -297,20 +255,23 @@ def _start_time(pid: int) -> str:
 
 
 def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
-    # whether the holder is alive; None if this machine cannot tell, because the holder is elsewhere or not
-    # identified. path: the lock; may be gone meanwhile.
-    here = _this_process()
-    pid = holder.get("pid")
-    if _is_of_earlier_boot(holder, here, path):
-        return False
-    if (
-        holder.get("host") != here["host"]
-        or holder.get("machine") != here["machine"]
-        or not isinstance(pid, int)
-        or pid <= 0
-    ):
+    # None if this machine cannot tell: the holder is elsewhere or not identified. The lock at ``path`` may be gone.
+    here, pid, machine = _this_process(), holder.get("pid"), holder.get("machine")
+    if holder.get("host") != here["host"]:
+        return None
+    then, now = str(machine or "").partition(" ")[0], here["machine"].partition(" ")[0]
+    if then and now and then != now:
+        # Dead if it ran here before the last boot. Another boot id under the same host name is not enough, as clones
+        # share the name: only on a local file system can no other machine have written the lock. A local file system
+        # alone is not enough either, as this machine may export it to others, whose names differ.
+        try:
+            return False if file_system(path) in OF_ONE_HOST else None
+        except OSError:
+            return None
+    if machine != here["machine"] or not isinstance(pid, int) or pid <= 0:
         return None
     if here["machine"]:
+        # a reused pid has another start
         started = _start_time(pid)
         return started != "" and started == holder.get("process_start")
     try:
@@ -320,22 +281,6 @@ def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
     except PermissionError:
         return True
     return True
-
-
-def _is_of_earlier_boot(holder: dict[str, Any], here: dict[str, Any], path: Path) -> bool:
-    """Return whether the holder ran on this machine before its last boot.
-
-    Another boot id and the same host name are not enough, as clones share the name: only on a local file system can no
-    other machine have written the lock. A local file system alone is not enough either, as this machine may export it
-    to others, whose names differ.
-    """
-    before, now = (str(process.get("machine") or "").partition(" ")[0] for process in (holder, here))
-    if not before or not now or before == now or holder.get("host") != here["host"]:
-        return False
-    try:
-        return file_system(path) in OF_ONE_HOST
-    except OSError:
-        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""Checkpoints written and read by one process with one tensor in memory at a time, whatever their size: for converters and tools.
+"""Checkpoints written and read by one process, with one tensor in memory at a time: for converters and tools.
 
-The result is an ordinary step folder with world size 1, which any layout can load; it is created atomically, like that
-of a training run. A ``NativeReader`` assembles tensors, in full or by rows, from the rectangles that any number of
-ranks have written.
+The result is an ordinary step folder with world size 1, created as atomically as that of a training run.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.checkpoint import commit, load, manifest, saving
+from megatron_sp.checkpoint import commit, load, manifest
 from megatron_sp.checkpoint.lock import RunLock
-from megatron_sp.checkpoint.manifest import STATE_NAME, FileRecord, Manifest, encode_state, read_manifest, read_state
-from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
-from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, shapes_of, write_file
-from megatron_sp.checkpoint.saving import describe, make_plan
+from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, read_manifest, read_state
+from megatron_sp.checkpoint.pieces import DTYPES, GlobalTensor, NamedPiece, Piece, describe, make_plan
+from megatron_sp.checkpoint.safetensors_file import cut_into_files, write_file
 from megatron_sp.ops.allocator import empty
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.files import fsync_dir
 
 MAX_FILE_BYTES = 1 << 30
 BLOCK_BYTES = 64 << 20
+_MAX_NOTES = 8
 
 
 class TensorInfo(NamedTuple):
@@ -40,7 +38,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -54,33 +51,44 @@ class Source:
     read: Callable[[], Tensor]
 
 
+# Writing
+
+
 def write_checkpoint(
-    run_dir: str | Path, step: int, tensors: Mapping[str, Source], state: dict[str, Any], *, max_file_bytes: int = MAX_FILE_BYTES,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    run_dir: str | Path, step: int, tensors: Mapping[str, Source], state: dict[str, Any], *,
+    max_file_bytes: int = MAX_FILE_BYTES, progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:  # fmt: skip
-    """Write ``run_dir/checkpoints/step-NNNNNN`` and name it in ``latest``.
+    """Write ``run_dir/checkpoints/step-NNNNNN`` under the run's lock, name it in ``latest`` and return it.
 
     Args:
-        run_dir: a run folder without checkpoints; created if it does not exist. Its lock is held meanwhile.
-        step: for the folder's name and its state.
-        tensors: by name; at most one of them is in memory (two copies if it is not contiguous).
+        run_dir: a run folder without checkpoints, or a new one.
         state: contents of state.json; ``format_version`` and ``step`` are added.
-        max_file_bytes: limit of the tensor bytes in a file; a larger tensor is split by rows over several.
-        progress: called with the bytes of each tensor, or part of one, when it is about to be written.
-    Returns:
-        The step folder.
+        max_file_bytes: a larger tensor is split by rows over several files.
+        progress: called with the bytes of each tensor or part of one.
     Raises:
-        CheckpointError: the folder already has checkpoints, or a tensor has not the announced shape and dtype.
-        LockError: another job is writing there.
-        DiskError: no space, no permission, or a failing disk; nothing is left behind.
-        ValueError, TypeError: a dtype that safetensors does not support, or a state that is not JSON.
+        CheckpointError, LockError, DiskError: nothing is left behind.
     """
     run_dir = Path(run_dir)
     data = encode_state(step, state)
-    announced = {
+    stand_ins = {
         name: GlobalTensor(tuple(t.shape), t.dtype, list(_rows(t, max_file_bytes))) for name, t in tensors.items()
     }
-    plan = make_plan([describe(announced)])
+    plan = make_plan([describe(stand_ins)])
+    current: tuple[str, Tensor] | None = None
+
+    def contents(item: NamedPiece) -> Tensor:
+        nonlocal current
+        if current is None or current[0] != item.name:
+            current = None  # freed before the next one is produced
+            wanted, tensor = tensors[item.name], tensors[item.name].read()
+            if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:
+                announced, actual = f"{wanted.dtype} {list(wanted.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
+                raise CheckpointError(f"{item.name} was announced as {announced}, but is {actual}: nothing was written")
+            current = item.name, tensor
+        progress(item.num_bytes)
+        tensor, part = current[1], item.piece
+        return tensor if part.rect.sizes == tensor.shape else tensor.narrow(0, part.offsets[0], part.tensor.shape[0])
+
     require_no_checkpoint(run_dir)  # before anything is created
     is_new = not run_dir.exists()
     outcome: dict[str, Any] = {"failed": "interrupted"}
@@ -88,22 +96,26 @@ def write_checkpoint(
         with RunLock(run_dir):
             require_no_checkpoint(run_dir)
             commit.log_notes(commit.sweep(run_dir / "checkpoints"))
-            opened = saving.open_staging(run_dir / "checkpoints", step, sum(plan.rank_bytes), lambda: None)
+            opened = commit.open_staging(run_dir / "checkpoints", step, sum(plan.rank_bytes), lambda: None)
             if "staging" not in opened:
                 raise DiskError(f"nothing was written: {opened['failed']}; free some, or write elsewhere")
             staging = Path(opened["staging"])
             try:
-                files = cut_into_files(plan.items_of(0, announced), max_file_bytes)
-                records = _write_files(staging, files, _Contents(tensors, progress))
-                outcome = saving.commit_staging(staging, step, data, plan, [{"files": records}], lambda point: None)
+                records = {}
+                for number, items in enumerate(cut_into_files(plan.items_of(0, stand_ins), max_file_bytes)):
+                    path = staging / f"rank00000-{number:05d}.safetensors"
+                    records[path.name] = write_file(path, items, contents=contents)
+                fsync_dir(staging)
+                written = [{"files": records}]
+                outcome = commit.commit_staging(staging, step, data, plan.tensors, written, lambda point: None)
             except BaseException:
                 shutil.rmtree(staging, ignore_errors=True)
                 raise
     except OSError as error:
-        raise DiskError(f"nothing was written: {saving.explain(error, run_dir)}") from None
+        raise DiskError(f"nothing was written: {commit.explain(error, run_dir)}") from None
     finally:
         if "failed" in outcome and is_new:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # only if they are empty
                 (run_dir / "checkpoints").rmdir()
                 run_dir.rmdir()
     if "failed" in outcome:
@@ -111,93 +123,95 @@ def write_checkpoint(
     return run_dir / "checkpoints" / commit.step_name(step)
 
 
+def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
+    # yield meta-tensor stand-ins for the parts in which a tensor is written: blocks of rows
+    if not tensor.shape:
+        yield Piece((), torch.empty((), dtype=tensor.dtype, device="meta"))
+        return
+    rows, *rest = tensor.shape
+    step = max(1, max_bytes // max(1, torch.Size(rest).numel() * tensor.dtype.itemsize))
+    for first in range(0, rows, step):
+        shape = (min(step, rows - first), *rest)
+        yield Piece((first, *[0] * len(rest)), torch.empty(shape, dtype=tensor.dtype, device="meta"))
+
+
 def require_no_checkpoint(run_dir: Path) -> None:
-    """Check that a run folder has no checkpoints yet. Raises CheckpointError."""
+    """Raise CheckpointError if a run folder has checkpoints."""
     if run_dir.exists() and not run_dir.is_dir():
         raise CheckpointError(f"{run_dir} is a file; a folder is made there: name another one")
     if steps := commit.list_steps(run_dir / "checkpoints"):
         names = ", ".join(path.name for path in list(steps.values())[:4])
-        raise CheckpointError(
-            f"{run_dir}/checkpoints has {names}{', ...' if len(steps) > 4 else ''} already: name another folder"
-        )
+        more = ", ..." if len(steps) > 4 else ""
+        raise CheckpointError(f"{run_dir}/checkpoints has {names}{more} already: name another folder")
 
 
-def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
-    # yield meta-tensor stand-ins for the parts in which a tensor is written: blocks of rows
-    rest, rows = tuple(tensor.shape[1:]), tensor.shape[0] if tensor.shape else 1
-    at_once = max(1, max_bytes // max(1, torch.Size(rest).numel() * tensor.dtype.itemsize))
-    for first in range(0, rows, at_once):
-        shape = (min(at_once, rows - first), *rest) if tensor.shape else ()
-        yield Piece(
-            (first, *[0] * len(rest)) if tensor.shape else (), torch.empty(shape, dtype=tensor.dtype, device="meta")
-        )
+class FiniteTensors:
+    """Refuses, or (``allow``) notes, tensors that are not finite in the dtype they are written in."""
 
+    def __init__(self, *, allow: bool) -> None:
+        self._allow = allow
+        self._found: dict[str, str] = {}
 
-class _Contents:
-    """Reader that loads a tensor when a part of it is requested, and releases it before the next one."""
-
-    def __init__(self, tensors: Mapping[str, Source], progress: Callable[[int], None]) -> None:
-        self._tensors, self._progress = tensors, progress
-        self._name: str | None = None
-        self._tensor: Tensor | None = None
-
-    def __call__(self, item: NamedPiece) -> Tensor:
-        if self._name != item.name or self._tensor is None:
-            self._tensor = None  # freed before the next one is produced
-            self._tensor, self._name = self._read(item.name), item.name
-        self._progress(item.num_bytes)
-        tensor, stand_in = self._tensor, item.piece.tensor
-        return tensor if stand_in.shape == tensor.shape else tensor.narrow(0, item.piece.offsets[0], stand_in.shape[0])
-
-    def _read(self, name: str) -> Tensor:
-        wanted, tensor = self._tensors[name], self._tensors[name].read()
-        if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:
-            actual = f"{tensor.dtype} {list(tensor.shape)}"
-            raise CheckpointError(
-                f"{name} was announced as {wanted.dtype} {list(wanted.shape)}, but is {actual}: nothing was written"
-            )
+    def look(self, name: str, tensor: Tensor, written: torch.dtype) -> Tensor:
+        # returns the tensor
+        problem = _not_finite(tensor, written)
+        if problem is not None:
+            self._found[name] = f"{name} has {problem}"
+            if not self._allow:
+                other = " or another --dtype" if "too large" in problem else ""
+                raise CheckpointError(
+                    f"{self._found[name]}: nothing can be trained or computed with such a tensor. Take another"
+                    f" checkpoint{other}; --allow-non-finite writes it all the same"
+                )
         return tensor
 
+    def notes(self) -> list[str]:
+        lines = list(self._found.values())
+        more = len(lines) - _MAX_NOTES
+        return lines[:_MAX_NOTES] + ([f"{more} more tensors have numbers that are not finite"] if more > 0 else [])
 
-def _write_files(staging: Path, files: list[list[NamedPiece]], contents: _Contents) -> dict[str, FileRecord]:
-    records = {}
-    for number, items in enumerate(files):
-        path = staging / f"rank00000-{number:05d}.safetensors"
-        records[path.name] = write_file(path, items, contents=contents)
-    fsync_dir(staging)
-    return records
+
+def _not_finite(tensor: Tensor, written: torch.dtype) -> str | None:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return None
+    if tensor.dtype.itemsize == 1:  # of 8-bit floats torch has no smallest and largest
+        tensor = tensor.float()
+    # one pass over a sound tensor, with nothing allocated
+    low, high = (float(end) for end in torch.aminmax(tensor))
+    largest = torch.finfo(written).max if written.is_floating_point else float("inf")
+    if -largest <= low and high <= largest:  # false for NaN, which aminmax hands on
+        return None
+    nan, finite = int(tensor.isnan().sum()), tensor.isfinite()
+    infinite = tensor.numel() - nan - int(finite.sum())
+    lost = int((finite & ~tensor.to(written).isfinite()).sum())
+    count, names = f"of {tensor.numel():,}", str(written).removeprefix("torch.")
+    if nan or infinite:
+        kinds = [f"{number:,} {kind}" for number, kind in ((nan, "NaN"), (infinite, "infinite")) if number]
+        return f"{' and '.join(kinds)} {count} numbers"
+    return f"{lost:,} {count} numbers that are too large for {names} (up to {max(-low, high):.3g})" if lost else None
+
+
+# Reading
 
 
 class TensorReader:
-    """Reader of a step folder's tensors, one at a time or by rows; ``NativeReader`` is the one that checks the folder first.
-
-    Args:
-        step_dir: the folder.
-        tensors: shape and dtype of each tensor in it.
-        index: the rectangles of each tensor.
-    """
+    """Reader of a step folder's tensors, from the rectangles that any number of ranks have written."""
 
     def __init__(self, step_dir: Path, tensors: Mapping[str, TensorInfo], index: load.Index) -> None:
         self.step_dir, self._tensors, self._index = step_dir, tensors, index
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Return shape and dtype of every tensor, by name, in the order of names."""
         return dict(self._tensors)
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a whole tensor into a contiguous CPU tensor, converting to ``dtype`` if given.
-
-        Raises:
-            CheckpointError: a file ends early.
-            KeyError: there is no tensor of this name.
-        """
+        """Read a whole tensor into a contiguous CPU tensor. Raises CheckpointError."""
         shape = torch.Size(self._tensors[name].shape)
         tensor = empty(shape, dtype=dtype or self._tensors[name].dtype, device=torch.device("cpu"))
         load.fill(self.step_dir, self._index, {name: GlobalTensor.whole(tensor)})
         return tensor
 
     def read_rows(self, name: str, first: int, count: int) -> Tensor:
-        """Read rows ``first`` to ``first + count`` along dim 0. Raises ValueError if the tensor lacks these rows; else as ``read``."""
+        """Read rows along dim 0."""
         shape, dtype = self._tensors[name]
         if not shape or not 0 <= first <= first + count <= shape[0]:
             raise ValueError(f"{name} {list(shape)} has no rows {first} to {first + count}")
@@ -207,7 +221,7 @@ class TensorReader:
         return tensor
 
     def blocks(self, name: str, max_bytes: int = BLOCK_BYTES) -> Iterator[Tensor]:
-        """Iterate over a tensor from front to back, in blocks of whole rows of at most ``max_bytes`` (but at least one row)."""
+        """Iterate over a tensor in blocks of rows of at most ``max_bytes``, but at least one row."""
         shape, dtype = self._tensors[name]
         if not shape:
             yield self.read(name)
@@ -218,16 +232,7 @@ class TensorReader:
 
 
 class NativeReader(TensorReader):
-    """Reader of the tensors of a step folder, whatever layout wrote it.
-
-    Args:
-        step_dir: a step folder.
-        verified: its contents have been verified already, or need not be; otherwise every byte is verified against the
-            manifest.
-    Raises:
-        CheckpointError: files are missing, truncated or changed, headers contradict the manifest, or tensors are
-            incomplete.
-    """
+    """Reader that checks the folder first: every byte, or only headers if ``verified``. Raises CheckpointError."""
 
     def __init__(self, step_dir: str | Path, *, verified: bool = False) -> None:
         folder = Path(step_dir)
@@ -242,10 +247,9 @@ class NativeReader(TensorReader):
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """The contents of state.json."""
         return read_state(self.step_dir)
 
 
 def tensor_infos(manifest: Manifest) -> dict[str, TensorInfo]:
     """Return shape and dtype of all tensors, in the order of their names."""
-    return {name: TensorInfo(shape, dtype) for name, (shape, dtype) in sorted(shapes_of(manifest).items())}
+    return {name: TensorInfo(shape, DTYPES[dtype]) for name, (dtype, shape) in sorted(manifest.tensors.items())}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_sp import __version__
-from megatron_sp.checkpoint.finite_tensors import FiniteTensors
+from megatron_sp.checkpoint.stream import FiniteTensors
 from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.checkpoint.finite_tensors import FiniteTensors
+from megatron_sp.checkpoint.stream import FiniteTensors
 from megatron_sp.config.rules import model_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.config.schema_experts import is_expert_bias

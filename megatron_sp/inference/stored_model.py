@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.checkpoint.manifest import stored_configuration
 from megatron_sp.checkpoint.pieces import GlobalTensor
-from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept

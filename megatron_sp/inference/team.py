@@ -20,7 +20,7 @@ import torch
 
 from megatron_sp.checkpoint import find
 from megatron_sp.checkpoint.checkpointer import Checkpointer
-from megatron_sp.checkpoint.stored_config import stored_configuration
+from megatron_sp.checkpoint.manifest import stored_configuration
 from megatron_sp.comm.devices import gpu_of
 from megatron_sp.comm.failed_ranks import first_line, is_peer_failure
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_sp.checkpoint.stored_config import stored_configuration
+from megatron_sp.checkpoint.manifest import stored_configuration
 from megatron_sp.config.concessions import is_read
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.rules_model import settle_gelu

@@ -12,7 +12,7 @@ import pytest
 from support.training import assert_same_run, records, saved_steps, state, status, train
 from support.waiting import wait_until
 
-from megatron_sp.checkpoint import saving
+from megatron_sp.checkpoint import safetensors_file
 from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.config.schema import Config
@@ -37,14 +37,14 @@ QUICK = ("dp 2, ZeRO 1, bf16", "tp 2")
 
 def write_when(condition: Callable[[], object], step: int) -> None:
     """A rank writes the save of this step when something has happened."""
-    original = saving.write_own_files
+    original = safetensors_file.write_own_files
 
     def write(staging: Path, *rest: Any) -> dict[str, Any]:
         if staging.name.startswith(f"step-{step:06d}"):
             wait_until(condition)
         return original(staging, *rest)
 
-    saving.write_own_files = write  # type: ignore[assignment]
+    safetensors_file.write_own_files = write  # type: ignore[assignment]
 
 
 def when_waited_for(step: int) -> Callable[[int], None]:

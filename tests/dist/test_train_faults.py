@@ -19,7 +19,7 @@ import torch
 from support.training import KILLED, assert_same_run, records, saved_steps, status, time_is_over, train, write_data
 from support.waiting import NEVER_MINUTES, wait_until
 
-from megatron_sp.checkpoint import saving
+from megatron_sp.checkpoint import commit
 from megatron_sp.comm import rendezvous
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import run as parts
@@ -184,13 +184,13 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
     """The second save fails, the later ones work: nothing is lost and the run is a success."""
 
     def setup(rank: int) -> None:
-        original = saving.open_staging
+        original = commit.open_staging
 
         def open_staging(folder: Path, step: int, num_bytes: int, make_room: object) -> dict[str, str]:
             limit_files(50_000 if step == 4 else resource.RLIM_INFINITY)
             return original(folder, step, num_bytes, make_room)  # type: ignore[arg-type]
 
-        saving.open_staging = open_staging  # type: ignore[assignment]
+        commit.open_staging = open_staging  # type: ignore[assignment]
 
     run, clean = tmp_path / "run", tmp_path / "clean"
     train(tmp_path, "--save", run, "--save-interval", 2, setup=setup).expect(0, "step 4 was not saved")

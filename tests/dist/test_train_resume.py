@@ -141,7 +141,7 @@ def test_the_machine_was_booted_meanwhile(tmp_path: Path, clean: Path, kind: str
     assert (run / "LOCK").exists()
 
     def boot(rank: int) -> None:
-        lock._machine = processes.machine = lambda: "another-boot pid:[4026531836]"
+        processes.machine = lambda: "another-boot pid:[4026531836]"
         lock.file_system = lambda path: kind  # type: ignore[assignment]
 
     outcome = train(tmp_path, *flags, ranks=2, setup=boot).expect(code, "step-000002" if code == 0 else "is in use by pid ")

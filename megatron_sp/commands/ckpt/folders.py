@@ -423,9 +423,7 @@ def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftover
         with nullcontext() if dry_run else RunLock(place.run):
             _prune(place, keep_last, keep_every, leftovers, dry_run)
     except OSError as error:
-        from megatron_sp.checkpoint.saving import explain  # imports torch, which nothing else here needs
-
-        raise DiskError(f"not everything could be deleted: {explain(error, place.folder)}") from None
+        raise DiskError(f"not everything could be deleted: {commit.explain(error, place.folder)}") from None
     return EXIT_OK
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron_sp.checkpoint import load
 from megatron_sp.checkpoint import manifest as files
-from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.checkpoint.manifest import Manifest, read_manifest, read_state
 from megatron_sp.checkpoint.pieces import tiling_problem
 from megatron_sp.checkpoint.stream import (
     BLOCK_BYTES,
+    FiniteTensors,
     NativeReader,
     Source,
     TensorInfo,

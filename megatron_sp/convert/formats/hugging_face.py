@@ -148,7 +148,7 @@ def write_tensors(path: Path, items: list[safetensors.NamedPiece], store: Tensor
         if item.piece.tensor.dtype not in safetensors.DTYPE_NAMES:
             raise CheckpointError(f"{item.name} is {item.piece.tensor.dtype}, which safetensors files cannot hold: give"
                                   " --dtype")  # fmt: skip
-    safetensors.write_plain_file(path, items, lambda item: store.read(item.name))
+    safetensors.write_file(path, items, contents=lambda item: store.read(item.name), plain=True)
 
 
 class TorchFiles:

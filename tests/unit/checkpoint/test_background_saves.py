@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from support.waiting import PATIENCE_S
 
 from megatron_sp.checkpoint import background as background_module
-from megatron_sp.checkpoint import saving
+from megatron_sp.checkpoint import safetensors_file
 from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import read_manifest
@@ -58,8 +57,8 @@ def saves(run: Path, faults: FaultPlan | None = None, **options: int) -> tuple[C
 
 def on_cores(monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int) -> None:
     """As on a host with so many cores for this rank, on some of which torch computes."""
-    monkeypatch.setattr(saving, "cores_of_rank", lambda: of_rank)
-    monkeypatch.setattr(saving, "io_threads", lambda: max(1, min(4, of_rank)))
+    monkeypatch.setattr(safetensors_file, "cores_of_rank", lambda: of_rank)
+    monkeypatch.setattr(safetensors_file, "io_threads", lambda: max(1, min(4, of_rank)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
 
 
@@ -161,10 +160,14 @@ def test_memory_that_is_not_there_is_a_reason(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("of_rank", "computing", "threads"), [(2, 1, 1), (2, 2, 2), (1, 1, 1), (0, 1, 1), (16, 1, 4), (16, 13, 3), (8, 8, 4)]
 )
-def test_threads_beside_training(monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int, threads: int) -> None:
+def test_threads_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int, threads: int) -> None:
     """On idle cores; where there are none, as many as compute."""
     on_cores(monkeypatch, of_rank, computing)
-    assert saving.threads_beside_training() == threads
+    pools: list[int] = []
+    pool = safetensors_file.ThreadPoolExecutor
+    monkeypatch.setattr(safetensors_file, "ThreadPoolExecutor", lambda size: (pools.append(size), pool(size))[1])
+    assert safetensors_file.write_own_files(tmp_path, 0, [], 1 << 30, lambda point: None, beside=True) == {"files": {}}
+    assert pools == [threads]
 
 
 @pytest.mark.parametrize(("of_rank", "threads"), [(2, 1), (3, 2)])
@@ -227,15 +230,15 @@ def test_halves() -> None:
 
 
 def test_what_reserve_counts_is_what_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    original: Callable[..., torch.Tensor] = background_module.HostCopy._view
+    ends: list[int] = []
+    original = background_module._copy
 
-    def view(self: background_module.HostCopy, at: int, like: torch.Tensor) -> torch.Tensor:
-        taken.append(at + like.numel() * like.element_size())
-        return original(self, at, like)
+    def copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        ends.extend(to.storage_offset() * to.element_size() + to.nbytes for to, _ in moves)
+        original(moves)
 
-    monkeypatch.setattr(background_module.HostCopy, "_view", view)
+    monkeypatch.setattr(background_module, "_copy", copy)
     _, background = saves(tmp_path)
     background.start(1, some_tensors(), {})
     background.wait()
-    assert background.num_bytes - 64 < max(taken) <= background.num_bytes
+    assert background.num_bytes - 64 < max(ends) <= background.num_bytes

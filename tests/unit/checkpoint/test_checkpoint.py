@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from support.waiting import PATIENCE_S
 from torch import Tensor
 
-from megatron_sp.checkpoint import commit, saving
+from megatron_sp.checkpoint import commit, safetensors_file
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.commit import list_steps, step_name
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -536,7 +536,7 @@ def test_pruning_counts_complete_ones_only(tmp_path: Path) -> None:
 
 def test_too_little_space_prunes_first_and_then_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(tmp_path, 10, 20, 30)
-    monkeypatch.setattr(saving, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(commit, "free_bytes", lambda path: 1000)
     checkpointer = Checkpointer(tmp_path, keep_last=2)
     report = checkpointer.save(40, {"w": GlobalTensor.whole(torch.zeros(250))}, {})
     assert not report.saved and "1.2 times" in report.reason and report.path is None
@@ -559,7 +559,7 @@ def test_a_write_that_fails_removes_the_partial_and_the_next_save_works(tmp_path
     assert checkpointer.save(20, big, {}).saved
 
 
-@pytest.mark.parametrize("name", ["seal", "staging_dir", "publish"])
+@pytest.mark.parametrize("name", ["write_synced", "free_bytes", "_publish"])
 def test_an_error_of_the_disk_at_any_step_is_a_report(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = save_steps(tmp_path, 10)
 
@@ -583,7 +583,7 @@ def test_failing_to_prune_or_to_update_latest_does_not_unsave(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(commit, "atomic_write_text", refuse)
-    monkeypatch.setattr(commit, "prune", refuse)
+    monkeypatch.setattr(commit, "outdated", refuse)
     assert checkpointer.save(20, whole(weights(20)), STATE).saved
     assert "after step-000020 was saved" in caplog.text and "could not be deleted" in caplog.text
     assert checkpointer.find(tmp_path).name == "step-000020"
@@ -591,7 +591,7 @@ def test_failing_to_prune_or_to_update_latest_does_not_unsave(
 
 def test_a_rank_with_nothing_to_write_has_its_kill_point_too(tmp_path: Path) -> None:
     called: list[str] = []
-    assert saving.write_own_files(tmp_path, 3, [], 1 << 30, called.append) == {"files": {}}
+    assert safetensors_file.write_own_files(tmp_path, 3, [], 1 << 30, called.append) == {"files": {}}
     assert called == ["hash", "write", "shard"]
 
 

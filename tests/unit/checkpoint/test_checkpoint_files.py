@@ -16,10 +16,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron_sp.checkpoint import manifest as manifest_module
 from megatron_sp.checkpoint import safetensors_file
-from megatron_sp.checkpoint.manifest import FileRecord, Manifest, decode_manifest, encode_state, hash_file
-from megatron_sp.checkpoint.pieces import Piece, Rect
-from megatron_sp.checkpoint.safetensors_file import DTYPES, NamedPiece, read_header, read_into, shapes_of, write_file
+from megatron_sp.checkpoint.manifest import FileRecord, Manifest, encode_state, hash_file, read_manifest
+from megatron_sp.checkpoint.pieces import DTYPES, NamedPiece, Piece, Rect
+from megatron_sp.checkpoint.safetensors_file import read_header, read_into, write_file
+from megatron_sp.checkpoint.stream import TensorInfo, tensor_infos
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import open_regular, parse_object, read_small_file
 
@@ -206,20 +208,27 @@ def forged(**changes: Any) -> bytes:
     return text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode(), 1)
 
 
-def test_manifest_round_trip() -> None:
-    manifest = decode_manifest(a_manifest().encode(), Path("M"))
+def read(folder: Path, data: bytes) -> Manifest:
+    (folder / "MANIFEST.json").write_bytes(data)
+    return read_manifest(folder)
+
+
+def test_manifest_round_trip(tmp_path: Path) -> None:
+    manifest = read(tmp_path, a_manifest().encode())
     assert manifest == a_manifest()
-    assert shapes_of(manifest) == {"w": ((2, 3), torch.bfloat16), "x": ((), torch.float32)}
+    assert tensor_infos(manifest) == {"w": TensorInfo((2, 3), torch.bfloat16), "x": TensorInfo((), torch.float32)}
     assert manifest.num_bytes == 20
 
 
-def test_every_single_flipped_bit_of_a_manifest_is_caught() -> None:
+def test_every_single_flipped_bit_of_a_manifest_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytearray(a_manifest().encode())
+    (tmp_path / "MANIFEST.json").touch()
+    monkeypatch.setattr(manifest_module, "read_small_file", lambda path, max_bytes: bytes(data))
     for position in range(len(data)):
         for bit in range(8):
             data[position] ^= 1 << bit
             with pytest.raises(CheckpointError):
-                decode_manifest(bytes(data), Path("M"))
+                read_manifest(tmp_path)
             data[position] ^= 1 << bit
 
 
@@ -244,9 +253,9 @@ def test_every_single_flipped_bit_of_a_manifest_is_caught() -> None:
         ({"step": 1.5}, "it needs step"),
     ],
 )
-def test_malformed_manifests(changes: dict[str, Any], text: str) -> None:
+def test_malformed_manifests(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=text):
-        decode_manifest(forged(**changes), Path("M"))
+        read(tmp_path, forged(**changes))
 
 
 def test_a_state_that_could_not_be_read_back_is_refused_before_saving() -> None:

@@ -17,6 +17,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from megatron_sp.checkpoint import lock
 from megatron_sp.checkpoint.lock import RunLock, holder_of
+from megatron_sp.utils import processes
 from megatron_sp.utils.errors import LockError
 
 
@@ -85,7 +86,8 @@ def test_a_reused_pid_is_not_the_holder(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    "changes", [{"host": "elsewhere"}, {"machine": f"{lock._machine().partition(' ')[0]} pid:[1]"}, {"host": "elsewhere", "pid": 1 << 30}]
+    "changes",
+    [{"host": "elsewhere"}, {"machine": f"{processes.machine().partition(' ')[0]} pid:[1]"}, {"host": "elsewhere", "pid": 1 << 30}],
 )
 def test_on_another_machine_only_the_heartbeat_counts(changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     forge(tmp_path, age_s=60, **changes)

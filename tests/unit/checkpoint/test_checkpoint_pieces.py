@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from megatron_sp.checkpoint.pieces import GlobalTensor, Piece, Rect, tiling_problem
-from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files
-from megatron_sp.checkpoint.saving import describe, make_plan
+from megatron_sp.checkpoint.pieces import GlobalTensor, NamedPiece, Piece, Rect, describe, make_plan, tiling_problem
+from megatron_sp.checkpoint.safetensors_file import cut_into_files
 
 
 def cut_randomly(shape: tuple[int, ...], times: int, rng: random.Random) -> list[Rect]:

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 from test_checkpoint import STATE, assert_loads, save_steps, weights, whole
 from torch import Tensor
 
-from megatron_sp.checkpoint import saving, stream
+from megatron_sp.checkpoint import commit, stream
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -170,7 +170,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
         assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointError, match=r"z was announced as torch.float32 \[3, 4\], but is torch.float32 \[4, 3\]"):
         write_checkpoint(tmp_path / "run", 3, {**tensors, "z": wrong}, STATE)
-    monkeypatch.setattr(saving, "free_bytes", lambda path: 10)
+    monkeypatch.setattr(commit, "free_bytes", lambda path: 10)
     with pytest.raises(DiskError, match=r"has 0\.0 MiB free"):
         write_checkpoint(tmp_path / "run", 3, tensors, STATE)
     assert os.listdir(tmp_path) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sp.checkpoint.finite_tensors import FiniteTensors
+from megatron_sp.checkpoint.stream import FiniteTensors
 from megatron_sp.utils.errors import CheckpointError
 
 NAN, INF = float("nan"), float("inf")
