@@ -25,7 +25,7 @@ from megatron_sp.utils.output_file import require_place, write_output
 
 if TYPE_CHECKING:
     from megatron_sp.config.schema import Config
-    from megatron_sp.inference.evaluation.gpt import Reading
+    from megatron_sp.inference.evaluation import Reading
     from megatron_sp.utils.launch import Launch
 
 TASKS = ("data_path", "text", "last_word", "choices")
@@ -82,7 +82,7 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
     Raises:
         ConfigError: they do not fit the model or each other.
     """
-    from megatron_sp.inference.evaluation.gpt import Reading
+    from megatron_sp.inference.evaluation import Reading
 
     limit = config.model.max_positions
     length = options.seq_length or config.model.seq_length or limit
@@ -113,8 +113,7 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
 def measure(options: argparse.Namespace, launch: Launch) -> None:
     """Run the tool with parsed options. Collective."""
     from megatron_sp.inference import team as inference
-    from megatron_sp.inference.evaluation.bert import BertEvaluation
-    from megatron_sp.inference.evaluation.gpt import GPTEvaluation
+    from megatron_sp.inference.evaluation import BertEvaluation, GPTEvaluation
     from megatron_sp.models.bert import BertModel
     from megatron_sp.models.gpt import GPTModel
 

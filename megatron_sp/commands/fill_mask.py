@@ -20,7 +20,7 @@ from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron_sp.inference.stored_model import Stored
+    from megatron_sp.inference.team import Stored
     from megatron_sp.models.bert import BertModel
     from megatron_sp.utils.launch import Launch
 
@@ -121,8 +121,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         raise ConfigError(f"--top ({options.top}) must be at least 1")
     import torch
 
-    from megatron_sp.inference.stored_model import find_stored
-    from megatron_sp.inference.team import choose_device
+    from megatron_sp.inference.team import choose_device, find_stored
     from megatron_sp.models.bert import BertModel
 
     if launch.world_size > 1:

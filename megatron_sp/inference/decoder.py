@@ -1,21 +1,9 @@
 """Sequences that a model continues together, a token each in every step; on a GPU the step is captured in CUDA graphs.
 
-    read (a prompt, into the next row) | again (the same one, for another sample) | step (a token for each row) | drop (a row)
+    read (a prompt, into the next row) | again (the same, for another sample) | step (a token per row) | drop (a row)
 
-A captured step has fixed shapes: a number of rows, and a span of keys in which the longest sequence fits (``_span``).
-There is a graph for each pair of them that comes up, recorded after a step that runs eagerly, and all share one pool.
-Token ids and lengths are copied into its input; the host reads the logits. A graph is used if it gives the bits of that
-eager step. Without graphs a step reads the keys that there are.
-
-Source: the idea of a static cache with graphs by size is that of vLLM and gpt-fast; the capture is
-``ops/cuda_graphs.py``.
-
-With the KV cache a generated token costs one position instead of its whole sequence. A rank caches the keys and values
-of its own heads: its share under tensor parallelism and, of that, under Ulysses. A prompt passes through the exchanges
-like a training sequence, split over the sp ranks; the heads that arrive at the attention, with all positions, are
-cached. So is a generated token: it is a sequence of one position (and padding), so the first sp rank has its
-activations, and each rank computes attention for its own heads. Thus a context too long for one device is distributed
-over all, including the cache. ``models.transformer.AttentionCore.attend`` writes it.
+A rank caches keys and values of its own heads under tp and Ulysses. Source: vLLM and gpt-fast (static cache, graphs by
+size).
 """
 
 from __future__ import annotations
@@ -37,90 +25,61 @@ _LEAST_SPAN = 256
 
 
 class KVCache:
-    """Keys and values of several sequences, each in a row; their memory is allocated by the first pass, and stays where it is.
-
-    Args:
-        num_layers: layers of the model.
-        max_rows: capacity in sequences.
-        max_length: capacity of each in positions.
-    """
+    """Keys and values of up to ``max_rows`` sequences; never moves once allocated."""
 
     def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
         self.max_rows, self.max_length = max_rows, max_length
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     def of_layer(self, layer: int, like: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """Return the buffers of a layer's keys and values, [max_length, max_rows, groups, 1, d] with dtype, device and d of ``like``."""
+        """Return a layer's buffers, [max_length, max_rows, groups, 1, d]."""
         buffers = self._layers[layer]
         if buffers is None:
             shape = (self.max_length, self.max_rows, groups, 1, like.shape[-1])
-            buffers = (
-                like.new_zeros(shape),
-                like.new_zeros(shape),
-            )  # a hidden position counts 0 times what is there: no NaN
-            self._layers[layer] = buffers
+            # zeros: a hidden position counts 0 times what is there, which must not be NaN
+            buffers = self._layers[layer] = like.new_zeros(shape), like.new_zeros(shape)
         return buffers
 
-    def _buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         return [buffer for pair in self._layers if pair is not None for buffer in pair]
 
     def copy(self, row: int, to: int, length: int) -> None:
-        """Copy the first ``length`` positions of a row to another."""
-        for buffer in self._buffers():
+        for buffer in self.buffers():
             buffer[:length, to] = buffer[:length, row]
-
-    def clear(self) -> None:
-        """Remove what is left of a pass that failed, which need not be numbers."""
-        for buffer in self._buffers():
-            buffer.zero_()
 
 
 class RowPass:
-    """One forward pass that appends positions to one row (implements ``forward_context.Cache``).
-
-    Args:
-        cache: of the row.
-        row, start: where they are appended.
-    """
+    """One forward pass that appends positions to one row (a ``forward_context.Cache``)."""
 
     def __init__(self, cache: KVCache, row: int, start: int) -> None:
         self._cache, self._row, self._start = cache, row, start
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Cache``; k and v [s_new, m, 1, d]."""
-        start, end, row = self._start, self._start + k.shape[0], self._row
+        start, end, row = self._start, self._start + k.shape[0], self._row  # k, v [s_new, m, 1, d]
         keys, values = self._cache.of_layer(layer, k, k.shape[1])
         keys[start:end, row], values[start:end, row] = k, v
         return (keys[:end, row], values[:end, row]) if start else (k, v)
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """See ``Cache``; [num_new]."""
-        return torch.arange(self._start, self._start + num_new, device=device)
+        return torch.arange(self._start, self._start + num_new, device=device)  # [num_new]
 
     def mask(self, groups: int, window: int | None) -> AttentionMask:
-        """See ``Cache``."""
         return AttentionMask(window=window)
 
 
 class StepPass:
-    """One forward pass that appends one position to each of the first rows; its work depends on ``span`` alone.
-
-    Args:
-        cache: of the rows.
-        lengths: int64 [b], of the sequences in them, on their device.
-        span: number of keys that are read, more than the longest sequence has.
-    """
+    """One forward pass that appends one position to each of the first rows; its work depends on ``span`` alone."""
 
     def __init__(self, cache: KVCache, lengths: Tensor, span: int) -> None:
+        # lengths: int64 [b] on the rows' device; span: number of keys that are read, more than the longest has
         self._cache, self._lengths, self._span = cache, lengths, span
         self._places = lengths * cache.max_rows + torch.arange(lengths.shape[0], device=lengths.device)
         self._dtype = torch.float32
         self._bias: Tensor | None = None
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Cache``; k and v [1, b*m, 1, d]."""
         rows = self._lengths.shape[0]
-        self._dtype, groups = k.dtype, k.shape[1] // rows
+        self._dtype, groups = k.dtype, k.shape[1] // rows  # k, v [1, b*m, 1, d]
         cached = []
         for kept, new in zip(self._cache.of_layer(layer, k, groups), (k, v), strict=True):
             kept.flatten(0, 1).index_copy_(0, self._places, new.view(rows, groups, *new.shape[2:]))
@@ -128,18 +87,15 @@ class StepPass:
         return cached[0], cached[1]
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """See ``Cache``; [b, 1]."""
         assert num_new == 1, "sequences of different lengths get one position at a time"
-        return self._lengths[:, None]
+        return self._lengths[:, None]  # [b, 1]
 
     def mask(self, groups: int, window: int | None) -> AttentionMask:
-        """See ``Cache``; the layers share one."""
-        if self._bias is None:
-            at, last = torch.arange(self._span, device=self._lengths.device), self._lengths[:, None]
-            hidden = at > last if window is None else (at > last) | (at <= last - window)
-            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(
-                hidden, float("-inf")
-            )
+        if self._bias is None:  # the layers share one
+            key, last = torch.arange(self._span, device=self._lengths.device), self._lengths[:, None]
+            hidden = key > last if window is None else (key > last) | (key <= last - window)
+            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+            bias.masked_fill_(hidden, float("-inf"))
             self._bias = bias.repeat_interleave(groups, 0)[:, None, None]  # [b*m, 1, 1, span]
         return AttentionMask(causal=False, bias=self._bias)
 
@@ -155,17 +111,7 @@ class Capture:
 
 
 class Decoder:
-    """Up to ``max_rows`` sequences in rows 0, 1, ... without gaps; when one is dropped, the last takes its row.
-
-    All logits are returned on the CPU; on a GPU the host waits once for them. Collective over the ranks of tp and sp.
-
-    Args:
-        model: this rank's part of the model.
-        max_rows: number of sequences generated at once.
-        vocab_size: logits are truncated to it; None: all.
-        kernel: attention kernel.
-        capture: how steps are captured; None: they are not.
-    """
+    """Up to ``max_rows`` sequences in rows 0, 1, ... without gaps. Returns logits on the CPU. Collective over tp and sp."""
 
     def __init__(
         self, model: GPTModel, max_rows: int = 1, vocab_size: int | None = None, *, kernel: KernelName = "sdpa",
@@ -181,22 +127,17 @@ class Decoder:
 
     def _allocate(self, length: int) -> None:
         self._cache = KVCache(len(self.model.stack.layers), self.max_rows, length)
-        self._steps: dict[tuple[int, int], _CapturedStep | None] = {}
+        self._steps: dict[tuple[int, int], _CapturedStep | None] = {}  # by number of rows and span
         self._maker = None if self._capture is None else self._capture.new_maker()
 
     def reserve(self, length: int) -> None:
-        """Drop all sequences, and make room for some of ``length`` positions.
-
-        Raises:
-            ConfigError: steps must be captured, and cannot.
-        """
+        """Drop all sequences, and make room for ``length`` positions. Raises ConfigError if a step must be captured."""
         self.lengths, self._prompt = [], (0, 0)
         length = length if self._maker is None else _span(length)
         if length > self._cache.max_length:
             self._allocate(length)
-        if (
-            self._maker is not None and not self._steps
-        ):  # before any prompt, so that no token depends on what a trial finds
+        if self._maker is not None and not self._steps:
+            # a trial before any prompt, so that no token depends on what it finds
             self.lengths = [0]
             self.step([0])
             self.lengths = []
@@ -204,18 +145,13 @@ class Decoder:
                 self._capture = self._maker = None
 
     def clear(self) -> None:
-        """Drop all sequences, after a failure with what it may have left."""
-        self.lengths = []
-        self._cache.clear()
+        """Drop all sequences after a failure."""
+        self.lengths = []  # what it has left need not be numbers
+        for buffer in self._cache.buffers():
+            buffer.zero_()
 
     def read(self, tokens: list[int], keep: bool = True, everywhere: bool = False) -> Tensor:
-        """Prefill a prompt; with ``keep``, into the next row.
-
-        Args:
-            everywhere: return the logits of all its positions, not only of the last.
-        Returns:
-            Logits [s, v] or [1, v].
-        """
+        """Prefill a prompt, with ``keep`` into the next row; return logits [s, v] (``everywhere``) or [1, v]."""
         ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
         context = self._context(RowPass(self._cache, len(self.lengths), 0) if keep else None)
         logits = self.model.all_logits(ids, context)[:, 0] if everywhere else self.model.next_logits(ids, context)
@@ -233,7 +169,7 @@ class Decoder:
         self.lengths.append(length)
 
     def drop(self, row: int) -> None:
-        """Drop a row; the last one takes its number."""
+        """Drop a row; the last takes its number."""
         last = len(self.lengths) - 1
         if row != last:  # behind the row of the prompt that was read last are samples of the same: it stays there
             self._cache.copy(last, row, self.lengths[last])
@@ -244,9 +180,15 @@ class Decoder:
         """Append a token to each row; return the logits after them, [rows, v]."""
         given, longest = torch.tensor([tokens, self.lengths]), max(self.lengths) + 1
         if self._maker is not None:
-            logits = self._in_graph(given, _span(longest))
+            shape = len(tokens), _span(longest)
+            if (captured := self._steps.get(shape)) is not None:
+                logits = captured.replay(given)[:, : self.vocab_size].cpu()
+            else:
+                logits = self._run(given.to(self._device), shape[1])[:, : self.vocab_size].cpu()
+                if shape not in self._steps:
+                    self._steps[shape] = self._try(given, shape[1], logits)
         elif len(tokens) > 1:
-            logits = self._eager(given, longest)
+            logits = self._run(given.to(self._device), longest)[:, : self.vocab_size].cpu()
         else:  # without a mask
             context = self._context(RowPass(self._cache, 0, self.lengths[0]))
             logits = self.model.next_logits(given[:1].to(self._device), context)[:, : self.vocab_size].cpu()
@@ -256,26 +198,12 @@ class Decoder:
     def _context(self, cache: Cache | None) -> ForwardContext:
         return ForwardContext(AttentionMask(), kernel=self._kernel, cache=cache)
 
-    def _eager(self, given: Tensor, span: int) -> Tensor:
-        return self._run(given.to(self._device), span)[:, : self.vocab_size].cpu()
-
     def _run(self, given: Tensor, span: int) -> Tensor:
-        """Compute the logits [b, v] after tokens ``given[0]`` that are appended to rows of lengths ``given[1]``; nothing else of
-        the host's is read."""
+        # logits [b, v] after tokens given[0] at positions given[1]; what is captured reads nothing else of the host's
         return self.model.next_logits(given[0][:, None], self._context(StepPass(self._cache, given[1], span)))
 
-    def _in_graph(self, given: Tensor, span: int) -> Tensor:
-        shape = given.shape[1], span
-        captured = self._steps.get(shape)
-        if captured is not None:
-            return captured.replay(given)[:, : self.vocab_size].cpu()
-        logits = self._eager(given, span)
-        if shape not in self._steps:
-            self._steps[shape] = self._try(given, span, logits)
-        return logits
-
     def _try(self, given: Tensor, span: int, wanted: Tensor) -> _CapturedStep | None:
-        # capture a step that has just run; return None if it cannot be used on some rank. Collective
+        # capture a step that has just run eagerly; None if that fails, or gives other bits, on some rank. Collective
         assert self._capture is not None and self._maker is not None
         captured, problem = None, ""
         try:
@@ -286,22 +214,18 @@ class Decoder:
         if captured is not None and not problem and not self._capture.must:
             replayed = captured.replay(given)[:, : self.vocab_size].cpu()  # the same token to the same place
             differs = not torch.equal(replayed.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
-            problem = next(
-                filter(None, self._capture.of_all("a replay has other bits than an eager step" if differs else "")), ""
-            )
+            bits = "a replay has other bits than an eager step" if differs else ""
+            problem = next(filter(None, self._capture.of_all(bits)), "")
         if problem and self._capture.must:
             raise ConfigError(f"--cuda-graphs on cannot be: {problem}; use --cuda-graphs auto or off")
         if problem or not self._has_told:
-            self._capture.tell(
-                f"captured steps: {f'not used, {problem}' if problem else 'used (the bits of an eager step)'}"
-            )
+            outcome = f"not used, {problem}" if problem else "used (the bits of an eager step)"
+            self._capture.tell(f"captured steps: {outcome}")
         self._has_told = True
         return None if problem else captured
 
 
 class _CapturedStep:
-    """A step of fixed shapes in a graph."""
-
     def __init__(self, maker: GraphMaker, run: Callable[[Tensor], Tensor], given: Tensor) -> None:
         self._given = given
 
@@ -311,7 +235,7 @@ class _CapturedStep:
         self._graph: Graph = maker.capture(record)
 
     def replay(self, given: Tensor) -> Tensor:
-        # the logits [b, v], which are overwritten by the next replay of any graph
+        # the logits [b, v], which are overwritten by the next replay of any graph, as all share one pool
         self._given.copy_(given)
         self._graph.replay()
         return self._logits

@@ -1,15 +1,7 @@
 """Text generation token by token, greedy or sampled, with a KV cache, reproducible to the token.
 
-The choice at a position depends only on (logits, seed, sample, position): a hash of the last three gives one uniform
-number, which is looked up in the cumulative distribution of the candidates. So a sample is the same whatever else is
-generated and in whatever order, and no random state is used.
-
-Sequences are generated one after the other, unless a ``Decoder`` with several rows is given: a product of a batch
-rounds differently, so a prompt can get different continuations alone and in a batch. The samples of one prompt share
-its prefill.
-
-A model split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments
-and gets the same tokens (see ``inference/decoder.py``).
+The choice depends on (logits, seed, sample, position) alone: a hash of the last three is looked up in the cumulative
+distribution of the candidates. But products of a batch round differently than those of a sequence alone.
 """
 
 from __future__ import annotations
@@ -39,9 +31,7 @@ class Sampling:
 
     temperature: float = 1.0  # divides the logits; 0: greedy, always the most probable token (on ties the lowest id)
     top_k: int = 0  # keep only the k most probable tokens; 0: all
-    # keep only the smallest set of most probable tokens (after top_k, renormalised) that reaches this probability; 1:
-    # all
-    top_p: float = 1.0
+    top_p: float = 1.0  # keep the fewest most probable tokens (after top_k, renormalised) that reach this; 1: all
     seed: int = 1234  # seed of the draws
 
     def __post_init__(self) -> None:
@@ -55,35 +45,33 @@ class Sampling:
 
 @dataclass(frozen=True)
 class NewToken:
-    """One generated token.
+    """One generated token."""
 
-    Attributes:
-        prompt, sample: indices of its prompt and sample.
-    """
-
-    prompt: int
-    sample: int
+    prompt: int  # index of its prompt
+    sample: int  # and of its sample
     position: int  # position in its sequence, prompt included
     token: int
     # why the sequence ends with this token; empty if it goes on. ``context``: max_position_embeddings is reached.
     finish: FinishReason
 
 
-def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the candidates for the next token and their probabilities.
+@dataclass
+class _Sequence:
+    prompt: int
+    sample: int
+    tokens: list[int]
+    finish: FinishReason = ""
 
-    Args:
-        logits: [v], finite.
-    Returns:
-        (ids int64 [c], most probable first, on ties the lower id first; probabilities fp64 [c], which sum to 1).
-    """
+
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return ids int64 [c], most probable first, and probabilities fp64 [c] of the next token, from logits [v]."""
     wide = logits.detach().to("cpu", torch.float64)
     number = sampling.top_k if 0 < sampling.top_k < wide.numel() else wide.numel()
-    # a sort of a whole vocabulary takes longer than the step of a small model: those below the k-th are left out, its equals are not
-    ids = (
-        (wide >= torch.topk(wide, number).values[-1]).nonzero()[:, 0] if number < wide.numel() else torch.arange(number)
-    )
-    ordered, places = torch.sort(wide[ids], descending=True, stable=True)
+    ids = torch.arange(wide.numel())
+    if number < wide.numel():
+        # a sort of a whole vocabulary takes longer than the step of a small model: sort the k-th, its equals and above
+        ids = (wide >= torch.topk(wide, number).values[-1]).nonzero()[:, 0]
+    ordered, places = torch.sort(wide[ids], descending=True, stable=True)  # on ties the lower id first
     ordered, ids = ordered[:number], ids[places[:number]]
     # the maximum is subtracted before the division, so that no temperature overflows
     probs = torch.softmax((ordered - ordered[0]) / sampling.temperature, dim=0)
@@ -95,15 +83,12 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> int:
-    """Choose the next token id from logits [v]; on a GPU the host waits once, for all of them.
-
-    Raises:
-        NumericsError: logits are NaN or infinite.
-    """
+    """Choose the next token id from logits [v]. Raises NumericsError if they are not finite."""
     logits = logits.cpu()
     if not bool(torch.isfinite(logits).all()):
+        problem = "the weights are damaged, or overflow"
         raise NumericsError(
-            f"the logits at position {position} are not finite: the weights are damaged, or overflow in {logits.dtype}; try --dtype float32"
+            f"the logits at position {position} are not finite: {problem} in {logits.dtype}; try --dtype float32"
         )
     if sampling.temperature == 0:
         return int((logits == logits.max()).nonzero()[0, 0])
@@ -114,128 +99,76 @@ def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> in
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """Return a number in [0, 1), a hash uniformly distributed over the arguments."""
+    """Return a number in [0, 1), a hash of the arguments."""
     digest = hashlib.blake2b(f"{seed}/{sample}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def generate(
-    model: GPTModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    eod: int | None = None,
-    stop: Sequence[Sequence[int]] = (),
-    vocab_size: int | None = None,
-    num_samples: int = 1,
-    use_cache: bool = True,
-    kernel: KernelName = "sdpa",
-    decoder: Decoder | None = None,
-) -> Iterator[NewToken]:
-    """Generate continuations of prompts; yields each token as soon as it is known.
+    model: GPTModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling | None = None,
+    eod: int | None = None, stop: Sequence[Sequence[int]] = (), vocab_size: int | None = None, num_samples: int = 1,
+    use_cache: bool = True, kernel: KernelName = "sdpa", decoder: Decoder | None = None,
+) -> Iterator[NewToken]:  # fmt: skip
+    """Yield each token of the prompts' continuations as soon as it is known. Collective over tp and sp.
 
     Args:
-        model: runs on the device of its parameters.
-        prompts: token ids; an empty one starts from ``eod``.
-        max_new_tokens: limit for each sequence, at least 1.
-        sampling: sampling parameters; None: temperature 1.
-        eod: end-of-document token, which ends a sequence and is yielded.
-        stop: token sequences that end a sequence once they have been generated.
-        vocab_size: only ids below this are generated (a model may have more entries than its tokenizer); None: all.
-        num_samples: number of continuations of each prompt.
-        use_cache: use a KV cache; else every token runs the whole sequence again (for comparison).
-        decoder: of the model, in place of ``vocab_size``, ``use_cache`` and ``kernel``; with several rows it generates
-            several sequences at once, whose tokens come in turn.
+        prompts: token ids; an empty one starts from ``eod``, which also ends a sequence and is yielded.
+        stop: token sequences that end a sequence once generated.
+        vocab_size: only ids below this are generated.
+        use_cache: False: every token runs the whole sequence again.
+        decoder: in place of the last three; tokens of its rows come in turn.
     Raises:
-        ConfigError: a prompt is longer than the model's context, an id is outside the vocabulary, or a prompt is empty
-            without ``eod``. All arguments are checked at the call, before any token is generated.
+        ConfigError: at the call, for arguments that do not fit the model.
     """
-    starts = [_checked_start(model, index, prompt, eod) for index, prompt in enumerate(prompts)]
+    limit, vocab = model.config.max_positions, model.config.vocab_size or 0
+    starts = [[int(token) for token in prompt] or ([] if eod is None else [eod]) for prompt in prompts]
+    for index, tokens in enumerate(starts):
+        if not tokens:
+            why = "is empty and the tokenizer has no end-of-document token to start from"
+            raise ConfigError(f"prompt {index} {why}: give some text")
+        if len(tokens) > limit:
+            raise ConfigError(
+                f"prompt {index} has {len(tokens)} tokens, the model's context (max_position_embeddings) is {limit}:"
+                f" shorten it by at least {len(tokens) - limit}"
+            )
+        outside = [token for token in tokens if not 0 <= token < vocab]
+        if outside:
+            vocabulary = f"the model's vocabulary is 0 to {vocab - 1}"
+            raise ConfigError(f"prompt {index} has the token id {outside[0]}, {vocabulary}: use its tokenizer")
     if max_new_tokens < 1 or num_samples < 1:
         raise ConfigError(f"max_new_tokens ({max_new_tokens}) and num_samples ({num_samples}) must be at least 1")
-    ending = _Ending(max_new_tokens, model.config.max_positions, eod, [list(s) for s in stop if len(s)])
+    stops = [list(ids) for ids in stop if len(ids)]
     device = model.embedding.word_embeddings.weight.device
 
     def pick(logits: Tensor, sequences: list[_Sequence]) -> list[int]:
-        chosen = [
-            choose(of_one, sampling or Sampling(), s.sample, len(s.tokens))
-            for of_one, s in zip(logits, sequences, strict=True)
-        ]
-        return agreed(chosen, model.layout, device)
+        by = sampling or Sampling()
+        chosen = [choose(row, by, s.sample, len(s.tokens)) for row, s in zip(logits, sequences, strict=True)]
+        return agreed(chosen, model.layout, device)  # ranks may round differently
 
-    kind = Decoder if use_cache else _WithoutCache
-    return _generate(decoder or kind(model, 1, vocab_size, kernel=kernel), pick, starts, ending, num_samples)
-
-
-def complete(
-    model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object
-) -> list[list[list[int]]]:
-    """Call ``generate`` and collect the new token ids as ``[prompt][sample]`` (including an ``eod`` that ended a sequence)."""
-    results: list[list[list[int]]] = [[[] for _ in range(num_samples)] for _ in prompts]
-    for new in generate(model, prompts, num_samples=num_samples, **options):  # type: ignore[arg-type]
-        results[new.prompt][new.sample].append(new.token)
-    return results
-
-
-@dataclass(frozen=True)
-class _Ending:
-    max_new_tokens: int
-    max_positions: int
-    eod: int | None
-    stop: list[list[int]]
-
-    def reason(self, tokens: list[int], num_new: int) -> FinishReason:
-        # why a sequence with these tokens, of which the last ``num_new`` are new, ends here; "" if it goes on
-        if self.eod is not None and tokens[-1] == self.eod:
+    def ending(tokens: list[int], num_new: int) -> FinishReason:
+        # why a sequence ends with these tokens, of which the last ``num_new`` are new; "" if it goes on
+        if eod is not None and tokens[-1] == eod:
             return "eod"
-        if any(len(s) <= num_new and tokens[-len(s) :] == s for s in self.stop):
+        if any(len(ids) <= num_new and tokens[-len(ids) :] == ids for ids in stops):
             return "stop"
-        if num_new >= self.max_new_tokens:
+        if num_new >= max_new_tokens:
             return "max_new_tokens"
         # the token after the last position can be predicted, but not fed back
-        return "context" if len(tokens) > self.max_positions else ""
+        return "context" if len(tokens) > limit else ""
 
-
-def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int | None) -> list[int]:
-    tokens, limit, vocab = [int(t) for t in prompt], model.config.max_positions, model.config.vocab_size or 0
-    if not tokens:
-        if eod is None:
-            raise ConfigError(
-                f"prompt {index} is empty and the tokenizer has no end-of-document token to start from: give some text"
-            )
-        tokens = [eod]
-    if len(tokens) > limit:
-        raise ConfigError(
-            f"prompt {index} has {len(tokens)} tokens, the model's context (max_position_embeddings) is {limit}:"
-            f" shorten it by at least {len(tokens) - limit}"
-        )
-    outside = [t for t in tokens if not 0 <= t < vocab]
-    if outside:
-        raise ConfigError(
-            f"prompt {index} has the token id {outside[0]}, the model's vocabulary is 0 to {vocab - 1}: use its tokenizer"
-        )
-    return tokens
-
-
-@dataclass
-class _Sequence:
-    prompt: int
-    sample: int
-    tokens: list[int]
-    finish: FinishReason = ""
+    kind = Decoder if use_cache else _WithoutCache
+    decoder = decoder or kind(model, 1, vocab_size, kernel=kernel)
+    longest = max((min(len(start) + max_new_tokens, limit) for start in starts), default=0)
+    return _generate(decoder, pick, ending, starts, longest, num_samples)
 
 
 def _generate(
-    decoder: Decoder,
-    pick: Callable[[Tensor, list[_Sequence]], list[int]],
-    starts: list[list[int]],
-    ending: _Ending,
-    num_samples: int,
-) -> Iterator[NewToken]:
+    decoder: Decoder, pick: Callable[[Tensor, list[_Sequence]], list[int]],
+    ending: Callable[[list[int], int], FinishReason], starts: list[list[int]], longest: int, num_samples: int,
+) -> Iterator[NewToken]:  # fmt: skip
     waiting = deque((prompt, sample) for prompt in range(len(starts)) for sample in range(num_samples))
     running: list[_Sequence] = []
-    decoder.reserve(max((min(len(start) + ending.max_new_tokens, ending.max_positions) for start in starts), default=0))
+    decoder.reserve(longest)
     logits_of_prompt = torch.empty(0)
     while waiting or running:
         if waiting and len(running) < decoder.max_rows:
@@ -243,21 +176,31 @@ def _generate(
             if sample == 0:
                 logits_of_prompt = decoder.read(starts[prompt])
             else:
-                decoder.again()
-            logits, having = logits_of_prompt, [_Sequence(prompt, sample, list(starts[prompt]))]
-            running += having
+                decoder.again()  # the samples of a prompt share its prefill
+            logits, extended = logits_of_prompt, [_Sequence(prompt, sample, list(starts[prompt]))]
+            running += extended
         else:
-            logits, having = decoder.step([sequence.tokens[-1] for sequence in running]), list(running)
-        for sequence, token in zip(having, pick(logits, having), strict=True):
+            logits, extended = decoder.step([sequence.tokens[-1] for sequence in running]), list(running)
+        for sequence, token in zip(extended, pick(logits, extended), strict=True):
             position = len(sequence.tokens)
             sequence.tokens.append(token)
-            sequence.finish = ending.reason(sequence.tokens, len(sequence.tokens) - len(starts[sequence.prompt]))
+            sequence.finish = ending(sequence.tokens, len(sequence.tokens) - len(starts[sequence.prompt]))
             yield NewToken(sequence.prompt, sequence.sample, position, token, sequence.finish)
         for row in range(len(running) - 1, -1, -1):  # backwards: the last, which takes a row, has been looked at
             if running[row].finish:
                 decoder.drop(row)
                 running[row] = running[-1]
                 del running[-1]
+
+
+def complete(
+    model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object
+) -> list[list[list[int]]]:
+    """Call ``generate`` and return the new token ids as ``[prompt][sample]``."""
+    results: list[list[list[int]]] = [[[] for _ in range(num_samples)] for _ in prompts]
+    for new in generate(model, prompts, num_samples=num_samples, **options):  # type: ignore[arg-type]
+        results[new.prompt][new.sample].append(new.token)
+    return results
 
 
 class _WithoutCache(Decoder):
@@ -283,7 +226,7 @@ class _WithoutCache(Decoder):
 
 
 def one_after_another(tokens: Iterable[NewToken], num_samples: int) -> Iterator[NewToken]:
-    """Yield the tokens of several sequences sequence by sequence, in order; those of later ones wait for their turn."""
+    """Yield tokens sequence by sequence; those of later ones wait for their turn."""
     turn, waiting = 0, defaultdict[int, list[NewToken]](list)
     for new in tokens:
         waiting[new.prompt * num_samples + new.sample].append(new)
@@ -293,16 +236,11 @@ def one_after_another(tokens: Iterable[NewToken], num_samples: int) -> Iterator[
 
 
 class TextStream:
-    """Incremental detokenizer that holds back incomplete characters.
+    """Incremental detokenizer that holds back incomplete characters."""
 
-    A character may be spread over several tokens (bytes of UTF-8), and a SentencePiece piece may or may not begin with
-    a space, depending on what precedes it. So the text is always the difference of two decodings of a window that
-    begins at an earlier character boundary, and text that ends in a replacement character is held back until ``flush``.
-
-    Args:
-        decode: the tokenizer's decode function.
-        context: ids before the first token, whose text is not returned.
-    """
+    # A character may be spread over several tokens (bytes of UTF-8), and a SentencePiece piece may or may not begin
+    # with a space, depending on what precedes it. So the text is the difference of two decodings of a window that
+    # begins at an earlier character boundary.
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode

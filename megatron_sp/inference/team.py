@@ -1,8 +1,7 @@
-"""One or several processes that use a stored model together: process groups, layout, errors and exit.
+"""One or several processes that use a stored model together: process groups, layout, model and tokenizer, exit.
 
-A single process needs no process group, no port and no launcher. Several are started by torchrun; their input and
-output, prompts and results, go through rank 0. Errors that can be detected without the other ranks are reported before
-a rank waits for them.
+A single process needs no process group and no launcher. Of several, rank 0 has input and output. Errors that can be
+detected without the other ranks are reported before a rank waits for them.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from megatron_sp.checkpoint import find
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import stored_configuration
+from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.devices import gpu_of
 from megatron_sp.comm.failed_ranks import first_line, is_peer_failure
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
@@ -28,47 +28,46 @@ from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json,
 from megatron_sp.config.rules import inference_violations
 from megatron_sp.config.rules_graphs import decoding_obstacles, violation
 from megatron_sp.config.schema import Config, ModelConfig, ParallelConfig, raise_all
-from megatron_sp.data.tokenizers import choose_bos
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, choose_bos, kept
+from megatron_sp.data.tokenizers.kept import name_path
 from megatron_sp.inference.decoder import Capture
-from megatron_sp.inference.stored_model import Stored, find_stored
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops.cuda_graphs import CudaGraphs
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.entry_point import leave
-from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
+from megatron_sp.utils.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PEER,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PeerError,
+    ReportedError,
+)
 from megatron_sp.utils.format import format_parameters
 from megatron_sp.utils.launch import Launch, let_first_rank_speak
 from megatron_sp.utils.processes import num_cores
 
 _TIMEOUT = timedelta(hours=1)  # the longest that the slowest rank may lag behind the fastest
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
+_OF_A_CLASSIFIER = "classification_head.weight"
+# numbers-as-text take theirs from the model
+_HAS_OWN_VOCABULARY = (*SENTENCEPIECE, "HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", *WORDPIECE)
 
 
 class Team:
-    """The processes of one tool.
-
-    Attributes:
-        launch, device: this process's place in the job, and its device.
-        layout: parallel layout for the layers.
-        dp_rank, dp_size: index of this process's replica of the model, and their number.
-    """
+    """The processes of one tool, in ``dp_size`` replicas of the model."""
 
     def __init__(self, launch: Launch, device: torch.device, groups: ParallelGroups | None) -> None:
-        self.launch, self.device, self._groups = launch, device, groups
+        self.launch, self.device, self.rank, self.size = launch, device, launch.rank, launch.world_size
         self._control = None if groups is None else groups.control
         self.layout = ParallelContext() if groups is None else ParallelContext.of(groups)
         self.dp_rank, self.dp_size = (0, 1) if groups is None else (groups.dp_rank, groups.dp_size)
         self.is_first_of_replica = groups is None or groups.is_first_of_replica
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.launch.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.launch.world_size
 
     def say(self, line: str) -> None:
         """Print a line to stderr, on rank 0 only."""
@@ -88,7 +87,7 @@ class Team:
         return contextlib.nullcontext() if self._control is None else all_ranks_agree(self._control)
 
     def from_first(self, read: Callable[[], Any]) -> Any:
-        """Call ``read`` on rank 0 and return its result, passed as JSON, on every rank; an error is raised on all. Collective."""
+        """Call ``read`` on rank 0 and return its result on every rank; an error is raised on all. Collective."""
         value = None
         with self.agree():
             if self.rank == 0:
@@ -96,24 +95,79 @@ class Team:
         return self.broadcast(value)
 
     def checkpointer(self) -> Checkpointer:
-        """Return a checkpointer for reading, whose ranks share the work of verification."""
         return Checkpointer(None, rank=self.rank, world_size=self.size, group=self._control)
 
 
-class Loaded(NamedTuple):
-    """A loaded model, its checkpoint, and a line that describes it."""
+# Before the processes join: from the checkpoint's state.json only
 
-    model: LanguageModel
-    stored: Stored
-    description: str
+
+def stored_config(options: argparse.Namespace) -> Config:
+    """Return the configuration stored in the checkpoint. Raises CheckpointError."""
+    folder = find.candidates(Path(options.load), options.ckpt_step).folders[0]
+    return stored_configuration(Checkpointer(None).read_state(folder), normalize=True)[0]
+
+
+def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) -> None:
+    """Raise ConfigError if so many processes, with several ``copies`` of the model or one, cannot use it."""
+    tp, sp, cp, pp = options.tp_size, options.sp_size, options.cp_size, options.pp_size
+    names = ("tensor-model", "sequence", "context", "pipeline-model")
+    for name, size in zip(names, (tp, sp, cp, pp), strict=True):
+        if size < 1:
+            raise ConfigError(f"--{name}-parallel-size ({size}) must be at least 1")
+    if options.num_threads is not None and options.num_threads < 1:
+        raise ConfigError(f"--num-threads ({options.num_threads}) must be at least 1; leave it out to use all cores")
+    if pp > 1:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size ({pp}) must be 1 here: pipelines are for training, and a checkpoint of any"
+            " number of stages loads without one; leave it out, or share the model with"
+            f" --tensor-model-parallel-size {pp}"
+        )
+    if cp > 1 and not copies:
+        raise ConfigError(
+            f"--context-parallel-size ({cp}) must be 1 here: text is generated by the ranks of tp and sp; context"
+            " parallelism is for training and evaluation"
+        )
+    product = tp * sp * cp
+    if world_size == product == 1:
+        return
+    config = stored_config(options)
+    # not the run's layout and batches: its pipeline, for one, is none of these processes
+    config.parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel_size=sp, context_parallel_size=cp)
+    for name in ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "eval_global_batch_size"):
+        setattr(config.batch, name, None)
+    raise_all(inference_violations(config, world_size))
+    if not copies and world_size != product:
+        raise ConfigError(
+            f"the number of processes ({world_size}) must be tensor_model_parallel_size * sequence_parallel_size"
+            f" ({tp} * {sp} = {product}): this tool uses one copy of the model; start {product} processes, or"
+            " raise one of the two"
+        )
+
+
+def check_graphs(options: argparse.Namespace) -> None:
+    """Raise ConfigError, with every reason, if --cuda-graphs on cannot be had."""
+    if options.cuda_graphs == "on":
+        has_gpu = options.device != "cpu" and torch.cuda.is_available()
+        obstacles = decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)
+        raise_all([violation(obstacle) for obstacle in obstacles])
+
+
+def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capture | None:
+    """Return how steps are captured (--cuda-graphs); None: they are eager, which is said where there is a GPU."""
+    if options.cuda_graphs == "off" or team.device.type != "cuda":
+        return None
+    obstacles = decoding_obstacles(model, has_gpu=True)
+    for obstacle in obstacles:
+        team.say(f"captured steps: not used, {obstacle.reason}")
+    must = options.cuda_graphs == "on"
+    return None if obstacles else Capture(lambda: CudaGraphs(team.device), must=must, of_all=team.gather, tell=team.say)
+
+
+# Joining
 
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
-    """Return the device of this rank.
-
-    Raises:
-        ConfigError: a GPU was requested and there is none, or this host has more processes than GPUs.
-    """
+    """Return the device of this rank. Raises ConfigError if it does not exist."""
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
     if choice == "cpu" or not torch.cuda.is_available():
@@ -125,98 +179,12 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
     return device
 
 
-def stored_config(options: argparse.Namespace) -> Config:
-    """Return the configuration stored in the checkpoint; weights are not read. Not collective. Raises CheckpointError."""
-    folder = find.candidates(Path(options.load), options.ckpt_step).folders[0]
-    return stored_configuration(Checkpointer(None).read_state(folder), normalize=True)[0]
-
-
-def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) -> None:
-    """Check that this number of processes can use the model, from the checkpoint's state.json only. Not collective.
-
-    Args:
-        options: parsed flags of ``add_model_flags``.
-        copies: the tool can use several replicas of the model (dp).
-    Raises:
-        ConfigError: it cannot be used; the message has the values, the rule and a remedy.
-        CheckpointError: there is no checkpoint.
-    """
-    sizes = {
-        "--tensor-model-parallel-size": options.tp_size, "--sequence-parallel-size": options.sp_size,
-        "--context-parallel-size": options.cp_size, "--pipeline-model-parallel-size": options.pp_size,
-    }  # fmt: skip
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} ({size}) must be at least 1")
-    if options.num_threads is not None and options.num_threads < 1:
-        raise ConfigError(f"--num-threads ({options.num_threads}) must be at least 1; leave it out to use all cores")
-    if options.pp_size > 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size ({options.pp_size}) must be 1 here: pipelines are for training, and a checkpoint of any number"
-            f" of stages loads without one; leave it out, or share the model with --tensor-model-parallel-size {options.pp_size}"
-        )
-    if options.cp_size > 1 and not copies:
-        raise ConfigError(
-            f"--context-parallel-size ({options.cp_size}) must be 1 here: text is generated by the ranks of tp and sp; context parallelism"
-            " is for training and evaluation"
-        )
-    product = options.tp_size * options.sp_size * options.cp_size
-    if world_size == product == 1:
-        return
-    config = stored_config(options)
-    config.parallel = ParallelConfig(  # not the run's: its pipeline, for one, is none of these processes
-        tensor_model_parallel_size=options.tp_size,
-        sequence_parallel_size=options.sp_size,
-        context_parallel_size=options.cp_size,
-    )
-    batch = config.batch
-    batch.global_batch_size, batch.rampup_batch_size, batch.step_batch_size_schedule, batch.eval_global_batch_size = (
-        None,
-        None,
-        None,
-        None,
-    )
-    raise_all(inference_violations(config, world_size))
-    if not copies and world_size != product:
-        raise ConfigError(
-            f"the number of processes ({world_size}) must be tensor_model_parallel_size * sequence_parallel_size"
-            f" ({options.tp_size} * {options.sp_size} = {product}): this tool uses one copy of the model; start {product} processes, or"
-            " raise one of the two"
-        )
-
-
-def check_graphs(options: argparse.Namespace) -> None:
-    """Check that --cuda-graphs on can be had, from the checkpoint's state.json only. Not collective.
-
-    Raises:
-        ConfigError: it cannot, with every reason.
-        CheckpointError: there is no checkpoint.
-    """
-    if options.cuda_graphs == "on":
-        has_gpu = options.device != "cpu" and torch.cuda.is_available()
-        raise_all(
-            [violation(obstacle) for obstacle in decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)]
-        )
-
-
-def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capture | None:
-    """Return how steps are captured (--cuda-graphs); None: they are eager, which is said where there is a GPU."""
-    if options.cuda_graphs == "off" or team.device.type != "cuda":
-        return None
-    for obstacle in (lacks := decoding_obstacles(model, has_gpu=True)):
-        team.say(f"captured steps: not used, {obstacle.reason}")
-    must = options.cuda_graphs == "on"
-    return None if lacks else Capture(lambda: CudaGraphs(team.device), must=must, of_all=team.gather, tell=team.say)
-
-
 def join(options: argparse.Namespace, launch: Launch) -> Team:
     """Choose the device and join the other processes. Collective. Raises PeerError: not all of them joined."""
     device = choose_device(options.device, launch)
-    if (
-        options.num_threads or launch.world_size > 1
-    ):  # torchrun's default of one thread per process leaves the other cores idle
-        cores = num_cores()
-        torch.set_num_threads(options.num_threads or max(1, cores // launch.local_world_size))
+    if options.num_threads or launch.world_size > 1:
+        # torchrun's default of one thread per process leaves the other cores idle
+        torch.set_num_threads(options.num_threads or max(1, num_cores() // launch.local_world_size))
     if launch.world_size == 1:
         return Team(launch, device, None)
     try:
@@ -229,29 +197,108 @@ def join(options: argparse.Namespace, launch: Launch) -> Team:
         raise PeerError(f"the {launch.world_size} processes did not find each other: {first_line(error)}") from error
 
 
+# The model
+
+
+class Stored(NamedTuple):
+    """A stored model: its step folder, configuration, tokenizer and step, and the checkpointer that reads it."""
+
+    folder: Path
+    config: Config
+    tokenizer: Tokenizer
+    step: object
+    checkpointer: Checkpointer
+
+    def load(
+        self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype, layout: ParallelContext | None = None
+    ) -> LanguageModel:
+        """Load the model, or this rank's part of it, for inference. Collective, if the checkpointer is."""
+        with torch.device("meta"):  # initial weights need not be drawn
+            model = cls(self.config.model, self.config.kernels, seed=0, dtype=dtype, layout=layout)
+        model.to_empty(device=device)
+        specs, wanted = shard_specs(model), {}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if parameter.shape != specs[name].shape:
+                parameter.zero_()  # rows that pad the vocabulary are not on the disk
+            wanted[name] = GlobalTensor.of_shard(specs[name], parameter.detach())
+        wanted |= {name: GlobalTensor.whole(bias) for name, bias in expert_biases(model).items()}
+        self.checkpointer.load(self.folder, wanted, partial=True, cast=True)
+        return model.eval()
+
+
+class Loaded(NamedTuple):
+    """A loaded model, its checkpoint, and a line that describes it."""
+
+    model: LanguageModel
+    stored: Stored
+    description: str
+
+
+def find_stored(
+    run: str | Path, step: int | None, what: str, instead: dict[str, str], warn: Callable[[str], None],
+    tokenizer_file: str | None = None, checkpointer: Checkpointer | None = None,
+) -> Stored:  # fmt: skip
+    """Find a run's checkpoint of the kind ``what``, "GPT" or "BERT", and read its configuration and tokenizer.
+
+    Args:
+        instead: what to use for other kinds ("GPT", "BERT", "classifier"): the end of a sentence.
+        warn: called about unknown entries of the configuration.
+        tokenizer_file: a file or folder of a tokenizer instead of the run's own.
+        checkpointer: one that has already found ``run``, a step folder.
+    Raises:
+        CheckpointError, ConfigError, DataError: none of this kind, or its tokenizer cannot be used.
+    """
+    if checkpointer is None:
+        checkpointer = Checkpointer(None)
+        run = checkpointer.find(run, step)
+    folder = Path(run)
+    state = checkpointer.read_state(folder)
+    config, warnings = stored_configuration(state, normalize=True)
+    for warning in warnings:
+        warn(warning)
+    shapes = checkpointer.tensor_shapes(folder)
+    if isinstance(foreign := state.get("foreign_model"), dict):
+        raise CheckpointError(
+            f"{folder} holds a {foreign.get('class')} of transformers, which runs and evaluates it; megatron-sp convert"
+            f" --to hf --input {folder} --output FOLDER writes its folder, megatron-sp schedule train --skip-train"
+            " evaluates it by its validation data"
+        )
+    if WORD_EMBEDDINGS not in shapes:
+        raise CheckpointError(f"{folder} holds no {what}: it has no tensor {WORD_EMBEDDINGS}")
+    kind = "classifier" if _OF_A_CLASSIFIER in shapes else "BERT" if config.model.is_bert else "GPT"
+    if kind != what:
+        raise CheckpointError(f"{folder} holds a {kind}, {instead[kind]}")
+    vocab_size = config.model.vocab_size = shapes[WORD_EMBEDDINGS][0][0]
+    data = config.data
+    if tokenizer_file is None:
+        kept.take(data, kept.Record.from_json(state.get("tokenizer")), folder)
+    else:
+        path = Path(tokenizer_file)
+        is_model_file = not path.is_dir() and path.suffix != ".json"
+        if data.tokenizer_type in WORDPIECE and is_model_file:
+            data.vocab_file = str(path)  # case is as in training
+        elif data.tokenizer_type in SENTENCEPIECE and is_model_file:
+            data.tokenizer_model = str(path)  # and so is BOS
+        else:
+            name_path(data, path)
+    has_own = data.tokenizer_type in _HAS_OWN_VOCABULARY or bool(data.tokenizer_model or data.vocab_file)
+    tokenizer = build_tokenizer(data, None if has_own else vocab_size)
+    if tokenizer.vocab_size > vocab_size:
+        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab_size}"
+        raise DataError(f"{sizes}: it is not the model's own; give that with --tokenizer-model")
+    return Stored(folder, config, tokenizer, state.get("step"), checkpointer)
+
+
 def load(
     options: argparse.Namespace, team: Team, cls: type[LanguageModel], what: str, instead: dict[str, str]
 ) -> Loaded:
-    """Load this rank's part of a stored model. Collective.
-
-    Args:
-        options: parsed flags of ``add_model_flags``.
-        cls, what, instead: as in ``find_stored`` and ``Stored.load``.
-    Raises:
-        CheckpointError, ConfigError, DataError: the checkpoint or the tokenizer cannot be used.
-    """
+    """Load this rank's part of a stored model; arguments and errors as of ``find_stored``. Collective."""
     reader = team.checkpointer()
     folder = reader.find(options.load, options.ckpt_step)
     with team.agree():
-        stored = find_stored(
-            folder,
-            None,
-            what,
-            instead,
-            lambda line: team.say(f"warning: {line}"),
-            options.tokenizer_model,
-            checkpointer=reader,
-        )
+        warn = lambda line: team.say(f"warning: {line}")
+        stored = find_stored(folder, None, what, instead, warn, options.tokenizer_model, reader)
         choose_bos(stored.tokenizer, options.bos)
     on_gpu = team.device.type == "cuda"
     dtype = options.dtype if options.dtype != "auto" else stored.config.precision.params_dtype if on_gpu else "float32"
@@ -266,15 +313,7 @@ def load(
 
 
 def run_tool(body: Callable[[Launch], None]) -> int:
-    """Run a tool's work and leave the process group; reported errors become one message and an exit code.
-
-    For the ``main`` of a program run by ``run_program``.
-
-    Args:
-        body: called with this process's place in the job.
-    Returns:
-        The exit code.
-    """
+    """Run a tool and leave the process group; a reported error becomes one message and the exit code."""
     launch = Launch.from_env()
     failed: BaseException | None = None
     try:

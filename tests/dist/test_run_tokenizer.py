@@ -13,7 +13,7 @@ from support.ckpts import with_state
 from support.training import bert, copy_run, state, train
 
 from megatron_sp.commands import cli
-from megatron_sp.inference.stored_model import find_stored
+from megatron_sp.inference.team import find_stored
 from megatron_sp.utils.errors import DataError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]

@@ -120,16 +120,16 @@ def _serve(options: object, launch: Launch) -> None:
         Slots(decoder).follow(lambda: cast("list[object]", team.broadcast(None)))
         return
     slots = Slots(decoder, team.broadcast if team.size > 1 else None)
-    slots.read([1, 2, 3], True, False)
-    slots.again()
-    slots.read([4, 5, 6, 7, 8], True, True)
-    slots.step([9, 10, 11])
-    slots.drop(0)
-    slots.read([12], False, False)
+    slots.call("read", [1, 2, 3], True, False)
+    slots.call("again")
+    slots.call("read", [4, 5, 6, 7, 8], True, True)
+    slots.call("step", [9, 10, 11])
+    slots.call("drop", 0)
+    slots.call("read", [12], False, False)
     for _ in range(2):
-        slots.step([13, 14])
+        slots.call("step", [13, 14])
     assert len(decoder.lengths) == 2
-    slots.stop()
+    slots.tell(["stop"])
 
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {

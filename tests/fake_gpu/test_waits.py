@@ -99,7 +99,7 @@ _FOLDERS = ("checkpoint", "comm", "data", "inference", "models", "ops", "optim",
 _THREADS, _SCHEDULES = "waits for a thread", "schedules of other people's models have it, which no program here trains"
 NOT_PASSED = {
     "training/kernel_selection.py:_synchronize": "several attention kernels are timed, and the fake device has torch's alone",
-    "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:_wait": _THREADS, "training/saves.py:_finish": _THREADS,
+    "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:_work": _THREADS, "training/saves.py:_finish": _THREADS,
     "training/saves.py:close": _THREADS, "training/signals.py:_watch": _THREADS,
     "parallel/early_exchange.py:end": _SCHEDULES, "parallel/regions.py:_gathered": _SCHEDULES,
     "parallel/regions.py:_scattered_sum": _SCHEDULES, "parallel/regions.py:_traded": _SCHEDULES,

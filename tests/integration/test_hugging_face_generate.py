@@ -17,7 +17,7 @@ from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import Config, DataConfig, ModelConfig
 from megatron_sp.data.tokenizers import build_tokenizer
 from megatron_sp.inference.generation import TextStream
-from megatron_sp.inference.stored_model import find_stored
+from megatron_sp.inference.team import find_stored
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.gpt import GPTModel
 

@@ -18,7 +18,7 @@ from megatron_sp.data.tokenizers import build_tokenizer
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.kept import name_path
 from megatron_sp.data.tokenizers.train import train_sentencepiece, train_wordpiece
-from megatron_sp.inference.stored_model import find_stored
+from megatron_sp.inference.team import find_stored
 from megatron_sp.models.gpt import GPTModel
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")

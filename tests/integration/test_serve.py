@@ -23,7 +23,7 @@ from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.commands import serve
 from megatron_sp.inference.generation import Sampling, complete
-from megatron_sp.inference.stored_model import find_stored
+from megatron_sp.inference.team import find_stored
 from megatron_sp.models.gpt import GPTModel
 
 for name in ("starlette.applications", "starlette.responses", "uvicorn.loops.auto", "uvicorn.protocols.http.auto", "uvicorn.lifespan.off"):

@@ -3,10 +3,7 @@
     waiting --(a free row: prefill of the prompt)--> running --(steps: one token each, in one batch)--> done
 
 Requests join and leave between steps, so a short one never waits for a long one to end. While others run, at most one
-prompt is prefilled between two steps; the samples of a prompt share its prefill. In a batch a sequence has the same
-tokens as alone up to the rounding of batched products; with one row, exactly the same.
-
-Rank 0 decides; before it calls its decoder it sends the call to the other ranks as JSON, and they do the same (``Slots``).
+prompt is prefilled between two steps. In a batch a sequence has the tokens it has alone, up to rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from megatron_sp.inference.generation import TextStream, choose
 from megatron_sp.inference.serving.request import ApiError, Completion, Prompt
 
 _IDLE_S = 30.0  # interval of rank 0's messages to the other ranks while idle
-_STOP = "stop"
 
 
 @dataclass
@@ -73,15 +69,14 @@ class StopText:
         self._stops, self._held = stops, ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Add text; return (text that can be shown, whether a stop was found)."""
-        whole = self._held + text
-        starts = [at for at in (whole.find(stop) for stop in self._stops) if at >= 0]
+        # (text that can be shown, whether a stop was found)
+        text, self._held = self._held + text, ""
+        starts = [start for start in map(text.find, self._stops) if start >= 0]
         if starts:
-            self._held = ""
-            return whole[: min(starts)], True
-        keep = max((k for stop in self._stops for k in range(1, len(stop)) if whole.endswith(stop[:k])), default=0)
-        self._held = whole[len(whole) - keep :]
-        return whole[: len(whole) - keep], False
+            return text[: min(starts)], True
+        keep = max((k for stop in self._stops for k in range(1, len(stop)) if text.endswith(stop[:k])), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
 
     def flush(self) -> str:
         held, self._held = self._held, ""
@@ -89,7 +84,7 @@ class StopText:
 
 
 class Sequence:
-    """A choice during generation: call ``begin`` with the prompt's logits, then ``next`` with those after each generated token."""
+    """A choice: ``begin`` with its prompt's logits, then ``next`` with those after each generated token."""
 
     def __init__(self, job: Job, prompt: Prompt, index: int, sample: int, tokenizer: Tokenizer) -> None:
         self.job, self.spec, self.prompt, self.index, self.sample = job, job.spec, prompt, index, sample
@@ -100,8 +95,9 @@ class Sequence:
         self.wants_all_logits = self._shows_prompt and len(prompt.ids) > 1
 
     def begin(self, logits: Tensor) -> Piece:
-        """Return the prompt, if it is echoed, and the first token; logits of all positions [s, v] or of the last [1, v]."""
-        text, tokens = self.prompt.text if self.spec.echo else "", self._of_prompt(logits) if self._shows_prompt else []
+        # the prompt, if it is echoed, and the first token; logits of all positions [s, v] or the last [1, v]
+        text = self.prompt.text if self.spec.echo else ""
+        tokens = self._of_prompt(logits) if self._shows_prompt else []
         if self.spec.max_tokens == 0:
             self.finished = True
             return Piece(self.index, text, tokens, "length")
@@ -109,14 +105,14 @@ class Sequence:
         return Piece(self.index, text + piece.text, tokens + piece.tokens, piece.finish, piece.num_new)
 
     def next(self, logits: Tensor) -> Piece:
-        """Choose the next token from its logits [v]. Raises NumericsError if they are not finite."""
+        # the next token, from its logits [v]
         token = choose(logits, self.spec.sampling, self.sample, len(self.tokens))
         self.tokens.append(token)
         is_end = token == self._tokenizer.eod
-        whole = "" if is_end else self._stream.add(token)
-        text, stopped = self._stop.add(whole)
+        new = "" if is_end else self._stream.add(token)
+        text, stopped = self._stop.add(new)
         tokens = [] if is_end or self.spec.logprobs is None else [self._describe(self.tokens, logits, self._offset)]
-        self._offset += len(whole)
+        self._offset += len(new)
         at_limit = len(self.tokens) - len(self.prompt.ids) >= self.spec.max_tokens
         finish = "stop" if is_end or stopped else "length" if at_limit else None
         if finish is not None and not stopped:  # text that was held back, which may complete a stop
@@ -127,80 +123,61 @@ class Sequence:
         return Piece(self.index, text, tokens, finish, num_new=1)
 
     def _of_prompt(self, logits: Tensor) -> list[TokenInfo]:
-        ids, offset, whole = self.prompt.ids, 0, TextStream(self._tokenizer.decode)
+        ids, offset, stream = self.prompt.ids, 0, TextStream(self._tokenizer.decode)
         infos = [TokenInfo(self._tokenizer.decode(ids[:1]), None, None, 0)]
-        for at, token in enumerate(ids):
-            if at:
-                infos.append(self._describe(ids[: at + 1], logits[at - 1], offset))
-            if at >= self.prompt.num_unwritten and (token != self._tokenizer.eod or self.prompt.has_ends):
-                offset += len(whole.add(token))
+        for place, token in enumerate(ids):
+            if place:
+                infos.append(self._describe(ids[: place + 1], logits[place - 1], offset))
+            if place >= self.prompt.num_unwritten and (token != self._tokenizer.eod or self.prompt.has_ends):
+                offset += len(stream.add(token))
         return infos
 
     def _describe(self, tokens: list[int], logits: Tensor, offset: int) -> TokenInfo:
         # the ``logprobs`` entry of the last token
         token, before = tokens[-1], tokens[-5:-1]
+        known = self._tokenizer.decode(before)
+
+        def text_of(token: int) -> str:
+            # what it adds after others (a SentencePiece token alone loses its space), or its own text if it adds none
+            both = self._tokenizer.decode([*before, token])
+            return (both[len(known) :] if both.startswith(known) else "") or self._tokenizer.decode([token])
+
         logprobs = torch.log_softmax(logits.double(), dim=0)
         best = logprobs.topk(min(self.spec.logprobs or 0, logprobs.numel()))
         top: dict[str, float] = {}
         for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-            top.setdefault(self._text(before, i), value)  # of those that look alike (parts of characters) the likeliest
-        text, own = self._text(before, token), float(logprobs[token])
+            top.setdefault(text_of(i), value)  # of those that look alike (parts of characters) the likeliest
+        text, own = text_of(token), float(logprobs[token])
         return TokenInfo(text, own, top | {text: own} if top else top, offset)
-
-    def _text(self, before: list[int], token: int) -> str:
-        """Return the text that a token adds after others (a SentencePiece token alone loses its space), or its own if it adds none."""
-        known, both = self._tokenizer.decode(before), self._tokenizer.decode([*before, token])
-        added = both[len(known) :] if both.startswith(known) else ""
-        return added or self._tokenizer.decode([token])
-
-
-def _on_all_ranks(name: str) -> Callable[..., Any]:
-    def call(self: Slots, *args: Any) -> Any:
-        self._tell([name, *args])
-        return getattr(self.decoder, name)(*args)
-
-    return call
 
 
 class Slots:
-    """A decoder on all ranks: what rank 0 calls here (see ``Decoder``), the others do, too.
+    """A decoder on all ranks: what rank 0 calls here, the others do in ``follow``.
 
-    Args:
-        decoder: this rank's, with room for its sequences.
-        tell: sends a command to the other ranks; None: there are none, or this is one of them.
+    ``tell`` sends a command to the other ranks; None: there are none, or this is one of them.
     """
 
     def __init__(self, decoder: Decoder, tell: Callable[[list[Any]], None] | None = None) -> None:
-        self.decoder, self.has_followers, self.max_rows = decoder, tell is not None, decoder.max_rows
-        self._tell = tell or (lambda command: None)
+        self.decoder, self.has_followers, self.tell = decoder, tell is not None, tell or (lambda command: None)
 
-    read, again, step, drop = (_on_all_ranks(name) for name in ("read", "again", "step", "drop"))
-
-    def idle(self) -> None:
-        """Send a no-op, so that the other ranks do not time out."""
-        self._tell(["idle"])
-
-    def stop(self) -> None:
-        """End ``follow`` on the other ranks."""
-        self._tell([_STOP])
+    def call(self, name: str, *args: Any) -> Any:
+        self.tell([name, *args])
+        return getattr(self.decoder, name)(*args)
 
     def follow(self, hear: Callable[[], list[Any]]) -> None:
-        """Execute the commands of rank 0 until it stops; for all other ranks."""
-        while (command := hear())[0] != _STOP:
-            getattr(self, command[0])(*command[1:])
+        """Execute the commands of rank 0 until it stops."""
+        while (command := hear())[0] != "stop":
+            if command[0] != "idle":
+                getattr(self.decoder, command[0])(*command[1:])
 
 
 class Engine:
-    """Engine that processes requests in a thread of its own, from ``start`` to ``stop``.
-
-    Args:
-        max_queue: number of sequences that may wait.
-        timeout_s: time limit of a request, from its arrival to its last token.
-    """
+    """Processes requests in a thread of its own, from ``start`` to ``stop``; ``max_queue`` sequences may wait."""
 
     def __init__(self, slots: Slots, tokenizer: Tokenizer, max_queue: int, timeout_s: float) -> None:
         self._slots, self._tokenizer, self._timeout_s = slots, tokenizer, timeout_s
-        self.capacity = slots.max_rows + max_queue
+        self._max_rows = slots.decoder.max_rows
+        self.capacity = self._max_rows + max_queue
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # sequence i is in row i
         self._reading: Job | None = None  # whose prompt the model has now
@@ -214,37 +191,34 @@ class Engine:
     # from any thread
 
     def submit(self, spec: Completion, emit: Callable[[Event], None]) -> Job:
-        """Queue a request. Raises ApiError: 429 if the queue is full; 503 if the server is shutting down or broken."""
-        job = Job(spec, emit, time.monotonic() + self._timeout_s)
-        new = [
-            Sequence(job, p, i * spec.n + s, s, self._tokenizer)
-            for i, p in enumerate(spec.prompts)
-            for s in range(spec.n)
-        ]
+        """Queue a request. Raises ApiError if the queue is full, or the server is shutting down or broken."""
+        job, new = Job(spec, emit, time.monotonic() + self._timeout_s), list[Sequence]()
+        for prompt in spec.prompts:
+            new += [Sequence(job, prompt, len(new) + sample, sample, self._tokenizer) for sample in range(spec.n)]
         with self._changed:
             if self.broken or self._stopping or self._drain_until is not None:
                 raise _unavailable(self.broken)
             busy = len(self._waiting) + len(self._running)
             if busy + len(new) > self.capacity:
-                text = f"the server has {busy} of {self.capacity} places taken, this request needs {len(new)}: try again later"
-                raise ApiError(429, text, code="queue_full")
+                places = f"{busy} of {self.capacity} places taken, this request needs {len(new)}"
+                raise ApiError(429, f"the server has {places}: try again later", code="queue_full")
             self._waiting.extend(new)
             self._changed.notify()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel a request, as its client no longer waits or has been answered."""
+        # its client no longer waits or has been answered
         job.cancelled = True
         with self._changed:
             self._changed.notify()
 
     def drain(self, grace_s: float) -> None:
-        """Accept no more requests; present ones get 503 after ``grace_s``. For signal handlers; a second call may shorten the time."""
+        """Accept no more requests, and end present ones after ``grace_s``, which a second call may shorten."""
+        # without the lock, as signal handlers call it
         until = time.monotonic() + grace_s
         self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
 
     def stop(self) -> None:
-        """Stop the thread, and the other ranks."""
         self._stopping = True
         with self._changed:
             self._changed.notify()
@@ -252,7 +226,6 @@ class Engine:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of running and waiting sequences."""
         return {"running": len(self._running), "waiting": len(self._waiting)}
 
     # in the engine's thread
@@ -261,41 +234,33 @@ class Engine:
         torch.set_num_threads(num_threads)  # OpenMP keeps the number for each thread
         try:
             while not self._stopping:
-                self._wait()
-                self._end_late()
+                with self._changed:
+                    is_idle = not (self._waiting or self._running or self._stopping)
+                    if is_idle and not self._changed.wait(_IDLE_S) and not self._stopping:
+                        self._slots.tell(["idle"])  # so that the other ranks do not time out
+                now = time.monotonic()
+                drained = self._drain_until is not None and now > self._drain_until
+                for job in self._jobs():
+                    if job.cancelled or drained:
+                        self._end(job, _unavailable())
+                    elif now > job.deadline:
+                        late = f"the request took longer than {self._timeout_s:g} s"
+                        self._end(job, ApiError(504, late, code="timeout"))
                 try:
                     self._read_prompts()
-                    self._take_step()
+                    if self._running:
+                        self._take_step()
                 except Exception as error:
                     self._fail(error)
             for job in self._jobs():
                 self._end(job, _unavailable())
         finally:
             if not self.broken:
-                self._slots.stop()
-
-    def _wait(self) -> None:
-        with self._changed:
-            if (
-                not (self._waiting or self._running or self._stopping)
-                and not self._changed.wait(_IDLE_S)
-                and not self._stopping
-            ):
-                self._slots.idle()
+                self._slots.tell(["stop"])
 
     def _jobs(self) -> set[Job]:
         with self._changed:
             return {sequence.job for sequence in (*self._waiting, *self._running)}
-
-    def _end_late(self) -> None:
-        # end requests that are cancelled or have exceeded their time limit or that of ``drain``
-        now = time.monotonic()
-        drained = self._drain_until is not None and now > self._drain_until
-        for job in self._jobs():
-            if job.cancelled or drained:
-                self._end(job, _unavailable())
-            elif now > job.deadline:
-                self._end(job, ApiError(504, f"the request took longer than {self._timeout_s:g} s", code="timeout"))
 
     def _end(self, job: Job, error: ApiError) -> None:
         with self._changed:
@@ -305,30 +270,34 @@ class Engine:
                 self._drop(row)
         if self._shared is not None and self._shared[0].job is job:
             self._shared = None
-        self._emit(job, error)
+        if not job.cancelled:
+            job.emit(error)
 
     def _drop(self, row: int) -> None:
-        self._slots.drop(row)
+        self._slots.call("drop", row)
         last = self._running.pop()
         if row < len(self._running):
             self._running[row] = last
 
     def _read_prompts(self) -> None:
-        while self._waiting and len(self._running) < self._slots.max_rows:
+        while self._waiting and len(self._running) < self._max_rows:
             busy, sequence = bool(self._running), self._waiting[0]  # it keeps its place until it has a row
-            self._reading, needs_row = sequence.job, sequence.spec.max_tokens > 1
-            is_read = self._shared is not None and self._shared[0].prompt is sequence.prompt
-            if self._shared is None or not is_read:
-                logits = self._slots.read(sequence.prompt.ids, needs_row, sequence.wants_all_logits)
-            else:
-                logits = self._shared[1]
+            job, needs_row = sequence.job, sequence.spec.max_tokens > 1
+            self._reading, shared = job, self._shared
+            if shared is not None and shared[0].prompt is sequence.prompt:
+                logits, is_read = shared[1], True
                 if needs_row:
-                    self._slots.again()
+                    self._slots.call("again")
+            else:
+                is_read = False
+                logits = self._slots.call("read", sequence.prompt.ids, needs_row, sequence.wants_all_logits)
             self._shared = (sequence, logits) if sequence.sample + 1 < sequence.spec.n else None
             with self._changed:
                 self._waiting.popleft()
                 self._running += [sequence] if needs_row else []
-            self._emit(sequence.job, sequence.begin(logits))
+            piece = sequence.begin(logits)
+            if not job.cancelled:
+                job.emit(piece)
             self._reading = None
             if sequence.finished and needs_row:
                 self._drop(len(self._running) - 1)
@@ -336,30 +305,23 @@ class Engine:
                 return
 
     def _take_step(self) -> None:
-        if not self._running:
-            return
-        logits = self._slots.step([sequence.tokens[-1] for sequence in self._running])
-        for row in range(
-            len(self._running) - 1, -1, -1
-        ):  # backwards: a freed row is filled by the last, already handled
+        logits = self._slots.call("step", [sequence.tokens[-1] for sequence in self._running])
+        for row in range(len(self._running) - 1, -1, -1):  # backwards: the last, which fills a freed row, is done
             sequence = self._running[row]
-            self._emit(sequence.job, sequence.next(logits[row]))
+            piece = sequence.next(logits[row])
+            if not sequence.job.cancelled:
+                sequence.job.emit(piece)
             if sequence.finished:
                 self._drop(row)
 
-    def _emit(self, job: Job, event: Event) -> None:
-        if not job.cancelled:
-            job.emit(event)
-
     def _fail(self, error: Exception) -> None:
-        """End running requests with an error. A single process goes on; with other ranks, whose state is unknown, the engine stops."""
+        # a single process goes on; with other ranks, whose state is unknown, the engine stops
         message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         print(f"error: {message}", file=sys.stderr, flush=True)
         if self._slots.has_followers:
             self.broken, self._stopping = f"the model failed: {message}", True
-        for job in {sequence.job for sequence in self._running} | (
-            {self._reading} if self._reading is not None else set()
-        ):
+        jobs = {sequence.job for sequence in self._running}
+        for job in jobs | ({self._reading} if self._reading is not None else set()):
             job.emit(ApiError(500, f"the model failed: {message}", code="model_error"))
             job.cancelled = True
         self._running.clear()

@@ -1,7 +1,4 @@
-"""Parsing and validation of the body of ``POST /v1/completions``, with errors in the format of OpenAI's API.
-
-Unsupported fields are rejected, never silently ignored, unless they have a value without effect.
-"""
+"""The body of ``POST /v1/completions``, with errors in the format of OpenAI's API. No field is silently ignored."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""), "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}),
 }  # fmt: skip
 _KNOWN = {
-    "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "best_of", "stream", "stream_options", "logprobs", "echo",
-    "stop", "seed", "user", *_WITHOUT_EFFECT,
+    "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "best_of", "stream", "stream_options",
+    "logprobs", "echo", "stop", "seed", "user", *_WITHOUT_EFFECT,
 }  # fmt: skip
 
 
@@ -59,14 +56,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """A validated request; ``logprobs``: number of alternatives to return with each token, None: no log-probabilities."""
+    """A validated request."""
 
     prompts: list[Prompt]
     max_tokens: int
     sampling: Sampling
     n: int
     stop: list[str]
-    logprobs: int | None
+    logprobs: int | None  # alternatives to return with each token; None: no log-probabilities
     echo: bool
     stream: bool
     include_usage: bool
@@ -92,8 +89,8 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
         raise ApiError(400, f"'best_of' must be 'n' ({n}): choices are not ranked", "best_of")
     prompts = _prompts(body.get("prompt"), tokenizer)
     if len(prompts) * n > limits.max_sequences:
-        text = f"{len(prompts)} prompts * n ({n}) are more than the {limits.max_sequences} choices this server accepts at once"
-        raise ApiError(400, text, "n")
+        choices = f"{len(prompts)} prompts * n ({n}) are more than the {limits.max_sequences} choices"
+        raise ApiError(400, f"{choices} this server accepts at once", "n")
     echo = _boolean(body, "echo")
     max_tokens = _max_tokens(_number(body, "max_tokens", None, 0, 2**31), prompts, limits, echo)
     seed, top_p = _number(body, "seed", None, -(2**63), 2**63 - 1), _number(body, "top_p", 1.0, 0, 1)
@@ -105,26 +102,18 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
         raise ApiError(400, f"'stop' must be a text, or a list of up to {_MOST_STOPS}, none of them empty", "stop")
     logprobs, stream = _number(body, "logprobs", None, 0, _MOST_LOGPROBS), _boolean(body, "stream")
     usage = {} if body.get("stream_options") is None else body["stream_options"]
-    if (
-        not isinstance(usage, dict)
-        or set(usage) - {"include_usage"}
-        or not isinstance(usage.get("include_usage", False), bool)
-    ):
-        raise ApiError(
-            400, "'stream_options' must be an object with the field 'include_usage', true or false", "stream_options"
-        )
+    is_usage = isinstance(usage, dict) and not set(usage) - {"include_usage"}
+    if not is_usage or not isinstance(usage.get("include_usage", False), bool):
+        rule = "'stream_options' must be an object with the field 'include_usage', true or false"
+        raise ApiError(400, rule, "stream_options")
     return Completion(prompts, max_tokens, sampling, n, stop, logprobs, echo, stream, usage.get("include_usage", False))
 
 
 def require_model(asked: Any, model_name: str) -> None:
     """Raise ApiError if a client asks for another model than this one."""
     if asked is not None and asked != model_name:
-        raise ApiError(
-            404,
-            f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'",
-            "model",
-            "model_not_found",
-        )
+        none = f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'"
+        raise ApiError(404, none, "model", "model_not_found")
 
 
 def _number(body: dict[str, Any], name: str, default: float | None, low: int, high: int) -> Any:
@@ -149,49 +138,43 @@ def _max_tokens(asked: int | None, prompts: list[Prompt], limits: Limits, echo: 
     room = limits.max_positions - longest
     if room < 0 or (asked or 0) > room:
         wanted = f"{longest} tokens" if asked is None else f"{longest} tokens and max_tokens ({asked})"
-        raise ApiError(
-            400, f"the prompt's {wanted} do not fit into the model's context of {limits.max_positions} positions: shorten one of them",
-            "prompt" if room < 0 else "max_tokens", "context_length_exceeded",
-        )  # fmt: skip
-    if asked is not None and asked > limits.max_tokens:
-        raise ApiError(
-            400, f"'max_tokens' ({asked}) is above what this server allows ({limits.max_tokens})", "max_tokens"
-        )
+        context = f"the model's context of {limits.max_positions} positions"
+        field = "prompt" if room < 0 else "max_tokens"
+        message = f"the prompt's {wanted} do not fit into {context}: shorten one of them"
+        raise ApiError(400, message, field, "context_length_exceeded")
+    if asked is None:
+        return min(DEFAULT_MAX_TOKENS, room, limits.max_tokens)
+    if asked > limits.max_tokens:
+        allowed = f"'max_tokens' ({asked}) is above what this server allows ({limits.max_tokens})"
+        raise ApiError(400, allowed, "max_tokens")
     if asked == 0 and not echo:
-        raise ApiError(
-            400, "'max_tokens' (0) generates nothing: that is for 'echo', which gives the prompt back", "max_tokens"
-        )
-    return min(DEFAULT_MAX_TOKENS, room, limits.max_tokens) if asked is None else asked
+        nothing = "'max_tokens' (0) generates nothing: that is for 'echo', which gives the prompt back"
+        raise ApiError(400, nothing, "max_tokens")
+    return asked
 
 
 def _prompts(value: Any, tokenizer: Tokenizer) -> list[Prompt]:
-    # parse the prompt field: a text, a list of texts, token ids, or a list of lists of token ids
-    if value is None or isinstance(value, str):
-        return [_of_text(value or "", tokenizer)]
-    if isinstance(value, list) and value:
-        if all(isinstance(part, str) for part in value):
-            return [_of_text(part, tokenizer) for part in value]
-        lists = value if all(isinstance(part, list) and part for part in value) else [value]
-        if all(isinstance(i, int) and not isinstance(i, bool) for ids in lists for i in ids):
-            return [_of_ids(ids, tokenizer) for ids in lists]
-    raise ApiError(
-        400, "'prompt' must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt"
-    )
-
-
-def _of_text(text: str, tokenizer: Tokenizer) -> Prompt:
-    try:
-        ids = tokenizer.encode(text)
-    except ReportedError as error:
-        raise ApiError(400, f"the prompt cannot be read: {error}", "prompt") from None
-    begin = tokenizer.begin
-    if not ids:
-        return Prompt(list(begin) or [tokenizer.eod], "", num_unwritten=len(begin))
-    return Prompt([*begin, *ids], text, has_ends=True, num_unwritten=len(begin))
-
-
-def _of_ids(ids: list[int], tokenizer: Tokenizer) -> Prompt:
-    outside = next((i for i in ids if not 0 <= i < tokenizer.vocab_size), None)
-    if outside is not None:
-        raise ApiError(400, f"token id {outside} is outside the vocabulary, 0 to {tokenizer.vocab_size - 1}", "prompt")
-    return Prompt(ids, tokenizer.decode([i for i in ids if i != tokenizer.eod]))
+    value = "" if value is None else value
+    texts: list[Any] = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts:
+        texts = [None]  # refused below
+    if all(isinstance(text, str) for text in texts):
+        try:
+            encoded = [tokenizer.encode(text) for text in texts]
+        except ReportedError as error:
+            raise ApiError(400, f"the prompt cannot be read: {error}", "prompt") from None
+        begin = list(tokenizer.begin)
+        empty = Prompt(begin or [tokenizer.eod], "", num_unwritten=len(begin))
+        return [
+            Prompt([*begin, *ids], text, has_ends=True, num_unwritten=len(begin)) if ids else empty
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+    lists = texts if all(isinstance(part, list) and part for part in texts) else [texts]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for ids in lists for i in ids):
+        forms = "a text, a list of texts, a list of token ids, or a list of such lists"
+        raise ApiError(400, f"'prompt' must be {forms}", "prompt")
+    for i in (i for ids in lists for i in ids):
+        if not 0 <= i < tokenizer.vocab_size:
+            vocabulary = f"0 to {tokenizer.vocab_size - 1}"
+            raise ApiError(400, f"token id {i} is outside the vocabulary, {vocabulary}", "prompt")
+    return [Prompt(ids, tokenizer.decode([i for i in ids if i != tokenizer.eod])) for ids in lists]

@@ -11,7 +11,6 @@ import pytest
 from support import ckpts
 
 from megatron_sp.config.schema import Config
-from megatron_sp.inference import stored_model
 from megatron_sp.inference import team as inference
 from megatron_sp.training import resume
 from megatron_sp.utils.errors import CheckpointError
@@ -19,7 +18,7 @@ from megatron_sp.utils.errors import CheckpointError
 READERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
     "a resume": lambda run, stored: resume.check_model(stored, Config(), finetunes=False),
     "--use-checkpoint-args": lambda run, stored: resume.take_model(stored, Config(), 1),
-    "a model to use": lambda run, stored: stored_model.find_stored(run, None, "GPT", {}, print),
+    "a model to use": lambda run, stored: inference.find_stored(run, None, "GPT", {}, print),
     "a layout to use it in": lambda run, stored: inference.stored_config(Namespace(load=str(run), ckpt_step=None)),
 }
 

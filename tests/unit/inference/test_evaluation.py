@@ -18,8 +18,8 @@ from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
-from megatron_sp.inference.evaluation import items
-from megatron_sp.inference.evaluation.scoring import RowScore, continuation, encoded, front, windows
+from megatron_sp.inference import scoring
+from megatron_sp.inference.scoring import RowScore, continuation, encoded, front, windows
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
@@ -202,28 +202,28 @@ def test_a_text_that_the_tokenizer_leaves_out_is_not_scored() -> None:
 
 
 def test_errors_of_the_mean() -> None:
-    assert items.stderr([1.0]) is None and items.clustered_stderr([1.0], [3]) is None
+    assert scoring.stderr([1.0]) is None and scoring.clustered_stderr([1.0], [3]) is None
     values = [0.0, 1.0, 1.0, 1.0, 0.0]
-    assert items.stderr(values) == pytest.approx(np.std(values, ddof=1) / math.sqrt(5))
+    assert scoring.stderr(values) == pytest.approx(np.std(values, ddof=1) / math.sqrt(5))
     # with pieces of one size it is the standard error of the pieces' means
     sums = [4.0, 8.0, 6.0, 5.0]
-    assert items.clustered_stderr(sums, [2] * 4) == pytest.approx(np.std(np.array(sums) / 2, ddof=1) / 2)
-    numbers = items.perplexity([RowScore(4000.0, 2, 1), RowScore(4000.0, 2, 0)], None)
+    assert scoring.clustered_stderr(sums, [2] * 4) == pytest.approx(np.std(np.array(sums) / 2, ddof=1) / 2)
+    numbers = scoring.perplexity([RowScore(4000.0, 2, 1), RowScore(4000.0, 2, 0)], None)
     assert numbers["perplexity"] == math.inf and numbers["accuracy"] == 0.25
-    assert items.last_word([RowScore(1.0, 2, 1), RowScore(1.0, 2, 2)])["accuracy"] == 0.5  # a word is found whole or not
+    assert scoring.last_word([RowScore(1.0, 2, 1), RowScore(1.0, 2, 2)])["accuracy"] == 0.5  # a word is found whole or not
 
 
 @pytest.mark.parametrize(
     ("read", "line", "message"),
     [
-        (items.read_documents, "{", "line 2: no JSON"),
-        (items.read_documents, "[1]", "line 2: must be a JSON object"),
-        (items.read_documents, '{"txt": "a"}', "line 2: 'text' must be a text, not null (the line has 'txt')"),
-        (items.read_last_words, '{"text": "word "}', "line 2: 'text' must have at least two words"),
-        (items.read_choices, '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: 'choices' must be a list of at least two"),
-        (items.read_choices, '{"context": "a", "choices": ["b", ""], "answer": 0}', "line 2: 'choices'"),
-        (items.read_choices, '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: 'answer' must be the number of a"),
-        (items.read_choices, '{"context": "a", "choices": ["b", "c"], "answer": true}', "line 2: 'answer'"),
+        (scoring.read_documents, "{", "line 2: no JSON"),
+        (scoring.read_documents, "[1]", "line 2: must be a JSON object"),
+        (scoring.read_documents, '{"txt": "a"}', "line 2: 'text' must be a text, not null (the line has 'txt')"),
+        (scoring.read_last_words, '{"text": "word "}', "line 2: 'text' must have at least two words"),
+        (scoring.read_choices, '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: 'choices' must be a list of at least two"),
+        (scoring.read_choices, '{"context": "a", "choices": ["b", ""], "answer": 0}', "line 2: 'choices'"),
+        (scoring.read_choices, '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: 'answer' must be the number of a"),
+        (scoring.read_choices, '{"context": "a", "choices": ["b", "c"], "answer": true}', "line 2: 'answer'"),
     ],
 )  # fmt: skip
 def test_bad_lines_are_named(tmp_path: Path, read: Any, line: str, message: str) -> None:

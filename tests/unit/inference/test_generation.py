@@ -13,7 +13,7 @@ from support.generators import MODELS, VOCAB, build
 
 from megatron_sp.inference.decoder import KVCache, RowPass
 from megatron_sp.inference.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
-from megatron_sp.inference.stored_model import find_stored
+from megatron_sp.inference.team import find_stored
 from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask

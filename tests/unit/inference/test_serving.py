@@ -191,8 +191,8 @@ def test_a_prompt_is_read_once_for_all_its_samples(
     model: GPTModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
     """Also where they do not all have a row at once, and another prompt comes between them and its own."""
-    read, seen = engine._slots.read, list[list[int]]()
-    monkeypatch.setattr(engine._slots, "read", lambda ids, *more: seen.append(ids) or read(ids, *more))
+    read, seen = engine._slots.decoder.read, list[list[int]]()
+    monkeypatch.setattr(engine._slots.decoder, "read", lambda ids, *more: seen.append(ids) or read(ids, *more))
     found = Client(engine, prompt=["abc", "xyz"], n=3, seed=7, **body).finish()
     assert seen == [list(b"abc"), list(b"xyz")] and engine._shared is None
     count = body["max_tokens"]
@@ -319,12 +319,12 @@ def test_a_failure_of_the_model_is_an_answer_and_not_the_end(model: GPTModel, en
     def broken(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._slots, "step", broken)
+    monkeypatch.setattr(engine._slots.decoder, "step", broken)
     with pytest.raises(ApiError, match="MemoryError: no room") as caught:
         Client(engine, prompt="ab", max_tokens=5).finish()
     assert caught.value.status == 500
     monkeypatch.undo()
-    monkeypatch.setattr(engine._slots, "read", broken)
+    monkeypatch.setattr(engine._slots.decoder, "read", broken)
     with pytest.raises(ApiError, match="MemoryError: no room"):
         Client(engine, prompt="ab", max_tokens=5).finish()
     monkeypatch.undo()
@@ -333,7 +333,7 @@ def test_a_failure_of_the_model_is_an_answer_and_not_the_end(model: GPTModel, en
 
 def test_logits_that_are_not_finite_are_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a request that never has a row."""
-    monkeypatch.setattr(engine._slots, "read", lambda *_: torch.full((1, 257), float("nan")))
+    monkeypatch.setattr(engine._slots.decoder, "read", lambda *_: torch.full((1, 257), float("nan")))
     with pytest.raises(ApiError, match="not finite") as caught:
         Client(engine, prompt="ab", max_tokens=1).finish()
     assert caught.value.status == 500

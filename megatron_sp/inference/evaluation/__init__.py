@@ -1,1 +1,0 @@
-"""Evaluation of trained models: perplexity, last words, multiple choice, masked tokens."""
