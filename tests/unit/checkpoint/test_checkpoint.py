@@ -248,6 +248,31 @@ def test_latest_absent_old_or_a_link(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "symbolic link" in caplog.text
 
 
+@pytest.mark.parametrize("target", ["elsewhere", "absent", "step-000004"])
+def test_a_link_with_a_steps_name_is_refused_at_the_start(tmp_path: Path, target: str) -> None:
+    (tmp_path / "checkpoints" / "elsewhere").mkdir(parents=True)
+    link = tmp_path / "checkpoints" / "step-000004"
+    link.symlink_to(target)
+    with refused(rf"step-000004 is a symbolic link \(to {target}\)"):
+        Checkpointer(tmp_path).prepare()
+    with refused("step-000004 is a symbolic link"):
+        Checkpointer(None).find(tmp_path)
+    assert link.is_symlink()
+
+
+def test_a_link_that_appears_while_a_run_saves_is_no_reason_to_stop(tmp_path: Path) -> None:
+    """The save says why it was none, and the next step's is one."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    saver = Checkpointer(run)
+    saver.prepare()
+    elsewhere.mkdir()
+    (run / "checkpoints" / "step-000004").symlink_to(elsewhere)
+    report = saver.save(4, whole(weights()), {})
+    assert not report.saved and "a symbolic link has the step folder's name" in report.reason
+    assert saver.save(5, whole(weights()), {}).saved and os.listdir(elsewhere) == []
+    assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-000004", "step-000005"]
+
+
 # Damage
 
 

@@ -42,26 +42,15 @@ def test_random_cuts_tile_and_any_change_does_not(shape: tuple[int, ...]) -> Non
         assert tiling_problem(shape, [*rects, rects[0]]) is not None  # one twice
 
 
-def test_overlap_with_a_hole_of_the_same_volume_is_found() -> None:
-    problem = tiling_problem((4, 4), [Rect((0, 0), (2, 4)), Rect((1, 0), (2, 4))])
-    assert problem == "piece [2, 4] at [1, 0] overlaps another"
-
-
-def test_many_overlaps_that_would_wrap_a_byte_are_found() -> None:
-    rects = [Rect((0,), (1,))] * 257 + [Rect((i,), (1,)) for i in range(257, 514)]
-    assert "overlaps" in str(tiling_problem((514,), rects))
-
-
-@pytest.mark.parametrize(
-    ("rect", "text"),
-    [
-        (Rect((0, 3), (2, 2)), "reaches outside"),
-        (Rect((-1, 0), (2, 2)), "reaches outside"),
-        (Rect((0,), (8,)), "1 sizes and 1 offsets, the tensor 2"),
-    ],
-)
-def test_rectangles_that_do_not_fit(rect: Rect, text: str) -> None:
-    assert text in str(tiling_problem((2, 4), [rect]))
+@pytest.mark.parametrize(("shape", "rects", "text"), [
+    ((2, 4), [Rect((0, 3), (2, 2))], "reaches outside"),
+    ((2, 4), [Rect((-1, 0), (2, 2))], "reaches outside"),
+    ((2, 4), [Rect((0,), (8,))], "1 sizes and 1 offsets, the tensor 2"),
+    ((4, 4), [Rect((0, 0), (2, 4)), Rect((1, 0), (2, 4))], "piece [2, 4] at [1, 0] overlaps another"),  # and a hole of the same volume
+    ((514,), [Rect((0,), (1,))] * 257 + [Rect((i,), (1,)) for i in range(257, 514)], "overlaps"),  # would wrap a byte
+])  # fmt: skip
+def test_rectangles_that_do_not_fit(shape: tuple[int, ...], rects: list[Rect], text: str) -> None:
+    assert text in str(tiling_problem(shape, rects))
 
 
 def test_a_hostile_number_of_cuts_costs_no_memory() -> None:
@@ -70,20 +59,16 @@ def test_a_hostile_number_of_cuts_costs_no_memory() -> None:
     assert tiling_problem((n, n, n), rects) == "its 2,002 pieces cut it in too many places to check"
 
 
-def test_pieces_are_checked_against_their_tensor() -> None:
-    tensor = GlobalTensor((4, 4), torch.float32, [Piece((0, 2), torch.zeros(4, 3))])
-    with pytest.raises(ValueError, match=r"w \[4, 4\]: piece \[4, 3\] at \[0, 2\]: it reaches outside the tensor"):
-        tensor.check("w")
-    tensor = GlobalTensor((4,), torch.float32, [Piece((0,), torch.zeros(4, dtype=torch.float64))])
-    with pytest.raises(ValueError, match=r"dtype is torch\.float64, the tensor's torch\.float32"):
-        describe({"w": tensor})
-
-
-def test_dtypes_that_cannot_be_stored_and_the_reserved_name() -> None:
-    with pytest.raises(ValueError, match=r"w is torch\.complex64"):
-        describe({"w": GlobalTensor.whole(torch.zeros(2, dtype=torch.complex64))})
-    with pytest.raises(ValueError, match="__metadata__"):
-        describe({"__metadata__": GlobalTensor.whole(torch.zeros(2))})
+@pytest.mark.parametrize(("name", "tensor", "text"), [
+    ("w", GlobalTensor((4, 4), torch.float32, [Piece((0, 2), torch.zeros(4, 3))]),
+     r"w \[4, 4\]: piece \[4, 3\] at \[0, 2\]: it reaches outside the tensor"),
+    ("w", GlobalTensor((4,), torch.float32, [Piece((0,), torch.zeros(4).double())]), r"dtype is torch\.float64, the tensor.s torch\.float"),
+    ("w", GlobalTensor.whole(torch.zeros(2, dtype=torch.complex64)), r"w is torch\.complex64"),
+    ("__metadata__", GlobalTensor.whole(torch.zeros(2)), "__metadata__"),
+])  # fmt: skip
+def test_what_cannot_be_stored(name: str, tensor: GlobalTensor, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        describe({name: tensor})
 
 
 def test_replicas_are_written_once_and_evenly() -> None:

@@ -21,7 +21,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
-from megatron_sp.checkpoint.stream import NativeReader, Source, write_checkpoint
+from megatron_sp.checkpoint.stream import FiniteTensors, NativeReader, Source, write_checkpoint
 from megatron_sp.utils.errors import CheckpointError, DiskError, LockError
 
 
@@ -109,32 +109,27 @@ def test_reading_by_rows_from_rectangles_of_many_ranks(tmp_path: Path) -> None:
             reader.read_rows("w", first, count)
 
 
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
+def flip_a_byte(folder: Path, shard: Path) -> None:
+    data = bytearray(shard.read_bytes())
     data[-1] ^= 1
-    path.write_bytes(data)
+    shard.write_bytes(data)
 
 
-def lose_a_file(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize(("damage", "says"), [(flip_a_byte, "its contents have changed"), (lose_a_file, "is missing")])
-def test_damage_is_not_read(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
-    save_steps(tmp_path, 2)
-    folder = tmp_path / "checkpoints" / "step-000002"
-    damage(folder / "rank00000-00000.safetensors")
-    with pytest.raises(CheckpointError, match=says):
-        NativeReader(folder)
-
-
-def test_a_tensor_that_no_file_holds_in_full(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2)
-    folder = tmp_path / "checkpoints" / "step-000002"
+def list_a_larger_tensor(folder: Path, shard: Path) -> None:
     listed = read_manifest(folder)
     tensors = {**listed.tensors, "layer.bias": ("BF16", (9,))}
     (folder / MANIFEST_NAME).write_bytes(Manifest(2, 1, listed.files, tensors).encode())
-    with pytest.raises(CheckpointError, match=r"layer.bias \[9\] is not stored completely and once"):
+
+
+@pytest.mark.parametrize(("damage", "says"), [
+    (flip_a_byte, "its contents have changed"), (lambda folder, shard: shard.unlink(), "is missing"),
+    (list_a_larger_tensor, r"layer.bias \[9\] is not stored completely and once"),
+])  # fmt: skip
+def test_damage_is_not_read(tmp_path: Path, damage: Callable[[Path, Path], None], says: str) -> None:
+    save_steps(tmp_path, 2)
+    folder = tmp_path / "checkpoints" / "step-000002"
+    damage(folder, folder / "rank00000-00000.safetensors")
+    with pytest.raises(CheckpointError, match=says):
         NativeReader(folder)
 
 
@@ -189,3 +184,39 @@ def test_mistakes_of_the_caller_show_before_anything_is_written(tmp_path: Path) 
     with pytest.raises(TypeError):
         write_checkpoint(tmp_path / "run", 1, sources(weights()), {"x": object()})
     assert os.listdir(tmp_path) == [] and stream.MAX_FILE_BYTES == 1 << 30
+
+
+# Tensors that are not finite
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(("numbers", "written", "message"), [
+    ([1.0, NAN, NAN], torch.float32, "w has 2 NaN of 3 numbers: nothing can be trained"),
+    ([-INF, 0.0], torch.float32, "w has 1 infinite of 2 numbers: "),
+    ([INF, NAN], torch.bfloat16, "w has 1 NaN and 1 infinite of 2 numbers: "),
+    ([7e4, -1e5, 1.0], torch.float16, r"w has 2 of 3 numbers that are too large for float16 \(up to 1e\+05\).*another --dtype; "),
+])  # fmt: skip
+def test_what_is_refused(numbers: list[float], written: torch.dtype, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        FiniteTensors(allow=False).look("w", torch.tensor(numbers), written)
+    allowed = FiniteTensors(allow=True)
+    allowed.look("w", torch.tensor(numbers), written)
+    assert len(allowed.notes()) == 1 and message.startswith(allowed.notes()[0][:20])
+
+
+@pytest.mark.parametrize(("numbers", "written"), [
+    (torch.tensor([65510.0, -3.4e38]), torch.float32), (torch.tensor([65510.0]), torch.float16),  # is rounded to the largest
+    (torch.tensor([7e4]), torch.bfloat16), (torch.empty(0), torch.float16), (torch.tensor([1 << 40]), torch.int64),
+    (torch.tensor(1.0), torch.float16), (torch.ones(2).to(torch.float8_e4m3fn), torch.float8_e4m3fn),
+])  # fmt: skip
+def test_what_passes(numbers: torch.Tensor, written: torch.dtype) -> None:
+    looks = FiniteTensors(allow=False)
+    assert looks.look("w", numbers, written) is numbers and looks.notes() == []
+
+
+def test_of_many_tensors_the_first_are_named() -> None:
+    looks = FiniteTensors(allow=True)
+    for number in range(11):
+        looks.look(f"w{number}", torch.tensor([NAN]), torch.float32)
+    assert len(looks.notes()) == 9 and looks.notes()[-1] == "3 more tensors have numbers that are not finite"
