@@ -60,7 +60,7 @@ def test_replays_have_the_bits_of_eager_steps_while_rows_come_and_go(name: str) 
     plain.reserve(20)
     captured, eager = in_spans(model, 4)
     sequences, prompt, replays = list[list[int]](), list[int](), 0
-    for _ in range(120):
+    for _ in range(90):
         full = [row for row, tokens in enumerate(sequences) if len(tokens) == 20]
         if full or (sequences and draw.random() < 0.2):
             row = full[0] if full else draw.randrange(len(sequences))
@@ -95,7 +95,7 @@ def test_replays_have_the_bits_of_eager_steps_while_rows_come_and_go(name: str) 
 def test_tokens_are_those_without_a_cache(name: str, rows: int, sampling: Sampling) -> None:
     """One after another or together, eagerly and captured, with samples that wait for a row, and ends at different times."""
     model, prompts = build(name), [[4, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8]]
-    options: dict[str, Any] = {"max_new_tokens": 14, "sampling": sampling, "num_samples": 2}
+    options: dict[str, Any] = {"max_new_tokens": 10, "sampling": sampling, "num_samples": 2}
     free = complete(model, prompts, **options, use_cache=False)
     options |= {"eod": free[0][0][3], "stop": [free[1][1][5:7]]}
     want = complete(model, prompts, **options, use_cache=False)
@@ -103,7 +103,7 @@ def test_tokens_are_those_without_a_cache(name: str, rows: int, sampling: Sampli
     assert min(lengths) < 7 and len(lengths) > 1
     captures = [None] if name == "experts" else [None, Capture(Tapes, must=True)]
     for decoder in [Decoder(model, rows, capture=capture) for capture in captures]:
-        for _ in range(2):  # a second time with what is left of the first
+        for _ in range(2 if sampling is GREEDY else 1):  # a second time with what is left of the first
             assert complete(model, prompts, **options, decoder=decoder) == want
 
 

@@ -99,6 +99,10 @@ def test_text_has_the_loss_of_a_plain_loop(run: tuple[Path, GPTModel], tmp_path:
     assert numbers["bits_per_byte"] == pytest.approx(np.mean(losses) / math.log(2), rel=1e-6)
     assert numbers["windows"] == len(pieces)
     assert (got["task"], got["stride"], got["step"], got["dp"]) == ("text", stride, 2, 1)
+    (tmp_path / "text.txt").write_text(TEXT + "\nsecond line\n")  # a plain file is one document
+    numbers = call(capsys, path, "--text", tmp_path / "text.txt", "--seq-length", 10)["results"]
+    losses = [x for w in plain_loss(model, [256, *f"{TEXT}\nsecond line\n".encode()], 10, 10) for x in w]
+    assert numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-6) and numbers["tokens"] == len(losses)
 
 
 class Begun(ByteTokenizer):
@@ -107,22 +111,42 @@ class Begun(ByteTokenizer):
     begin = (256, 7)
 
 
+class Ascii(ByteTokenizer):
+    """A tokenizer that drops what it does not know, as one of Hugging Face without a token for it."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text.encode("ascii", "ignore").decode())
+
+
 def test_texts_begin_with_bos_which_is_not_scored() -> None:
-    """The first tokens of a context are the first to go where it is too long."""
     tokens = [*front(Begun()), *b"abcdef"]
     assert list(windows(tokens, 4, 4, 2)) == [([256, 7, *b"abc"], 1), (list(b"cdef"), 0)]
     assert list(windows(tokens[:3], 4, 4, 2)) == [([256, 7, 97], 1)] and list(windows(tokens[:2], 4, 4, 2)) == []
-    assert continuation(Begun(), "ab ", "cd", 20, "here") == ([256, 7, *b"ab cd"], 3)
-    assert continuation(Begun(), "", "gh", 20, "here") == ([256, 7, *b"gh"], 1)
-    assert continuation(Begun(), "abcdef", "gh", 4, "here") == (list(b"defgh"), 2)
     assert front(ByteTokenizer()) == [256]
 
 
-def test_a_plain_file_is_one_document(run: tuple[Path, GPTModel], tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "text.txt").write_text(TEXT + "\nsecond line\n")
-    numbers = call(capsys, run[0], "--text", tmp_path / "text.txt", "--seq-length", 10)["results"]
-    losses = [x for w in plain_loss(run[1], [256, *f"{TEXT}\nsecond line\n".encode()], 10, 10) for x in w]
-    assert numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-6) and numbers["tokens"] == len(losses)
+@pytest.mark.parametrize(("tokenizer", "context", "text", "length", "tokens", "first"), [
+    (ByteTokenizer, "ab  ", "cd", 20, b"ab  cd", 1),  # the context's last spaces count as the text's
+    (ByteTokenizer, "abcdef", "gh", 4, b"defgh", 2),  # the first tokens of a context go where it is too long
+    (ByteTokenizer, "", "gh", 4, [256, *b"gh"], 0),
+    (Begun, "ab ", "cd", 20, [256, 7, *b"ab cd"], 3), (Begun, "", "gh", 20, [256, 7, *b"gh"], 1), (Begun, "abcdef", "gh", 4, b"defgh", 2),
+    (Ascii, "ab", "\u65e5c", 20, b"abc", 1),
+])  # fmt: skip
+def test_a_continuation_has_the_tokens_of_the_whole_text(
+    tokenizer: type[ByteTokenizer], context: str, text: str, length: int, tokens: Any, first: int
+) -> None:
+    assert continuation(tokenizer(), context, text, length, "here") == (list(tokens), first)
+
+
+def test_a_text_that_is_too_long_or_left_out_is_not_scored() -> None:
+    """Without a token of its own, the context's last one was scored instead."""
+    with pytest.raises(DataError, match=r"file, line 3: 'abcde\.\.\.' has 5 tokens, the model reads 4 at once"):
+        continuation(ByteTokenizer(), "x", "abcde", 4, "file, line 3")
+    with pytest.raises(DataError, match="file, line 3: the tokenizer has no token for '\u65e5'"):
+        continuation(Ascii(), "ab", "\u65e5", 20, "file, line 3")
+    assert encoded(Ascii(), ["\u65e5", "a"], "here") == [[], [97]]
+    with pytest.raises(DataError, match="file: the tokenizer has no token for any of it"):
+        encoded(Ascii(), ["\u65e5", "\u672c"], "file")
 
 
 def test_data_are_joined_and_split(run: tuple[Path, GPTModel], tmp_path: Path, capsys: Any) -> None:
@@ -174,31 +198,6 @@ def test_last_words_and_choices_are_those_of_a_plain_loop(run: tuple[Path, GPTMo
         normed += int(np.argmin([x / len(c.encode()) for x, c in zip(losses, q["choices"], strict=True)])) == q["answer"]  # type: ignore[call-overload]
     assert (numbers["acc"], numbers["acc_norm"], numbers["items"]) == (plain / 4, normed / 4, 4)
     assert numbers["chance"] == pytest.approx((1 / 3 + 1 / 3 + 1 / 2 + 1 / 2) / 4)
-
-
-def test_a_continuation_has_the_tokens_of_the_whole_text() -> None:
-    tokenizer = ByteTokenizer()
-    row = continuation(tokenizer, "ab  ", "cd", 20, "here")
-    assert bytes(row.tokens).decode() == "ab  cd" and row.first == 1  # the context's last spaces count as the text's
-    assert continuation(tokenizer, "abcdef", "gh", 4, "here") == (list(b"defgh"), 2)
-    assert continuation(tokenizer, "", "gh", 4, "here") == ([256, *b"gh"], 0)
-    with pytest.raises(DataError, match=r"file, line 3: 'abcde\.\.\.' has 5 tokens, the model reads 4 at once"):
-        continuation(tokenizer, "x", "abcde", 4, "file, line 3")
-
-
-def test_a_text_that_the_tokenizer_leaves_out_is_not_scored() -> None:
-    """Without a token for what it does not know, a tokenizer of Hugging Face drops it: the context's last token was scored instead."""
-
-    class Ascii(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
-            return super().encode(text.encode("ascii", "ignore").decode())
-
-    assert continuation(Ascii(), "ab", "\u65e5c", 20, "here") == (list(b"abc"), 1)
-    with pytest.raises(DataError, match="file, line 3: the tokenizer has no token for '\u65e5'"):
-        continuation(Ascii(), "ab", "\u65e5", 20, "file, line 3")
-    assert encoded(Ascii(), ["\u65e5", "a"], "here") == [[], [97]]
-    with pytest.raises(DataError, match="file: the tokenizer has no token for any of it"):
-        encoded(Ascii(), ["\u65e5", "\u672c"], "file")
 
 
 def test_errors_of_the_mean() -> None:
@@ -309,8 +308,5 @@ def test_pseudo_perplexity_hides_every_token_in_turn(tmp_path: Path, capsys: Any
             losses.append(-float(bert_logprobs(model, seen, [0] * len(seen))[at + 1, piece[at]]))
     assert numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-5) and numbers["tokens"] == len(losses) == 19
     assert numbers["pseudo_perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
-
-
-def test_a_bert_continues_no_text(tmp_path: Path, capsys: Any) -> None:
-    assert evaluate.main(["--load", str(bert_run(tmp_path)[0]), "--device", "cpu", "--last-word", "x"]) == 2
+    assert evaluate.main(["--load", str(path), "--device", "cpu", "--last-word", "x"]) == 2
     assert "this is a BERT" in capsys.readouterr().err

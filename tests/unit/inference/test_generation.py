@@ -34,31 +34,15 @@ def test_cached_steps_have_the_logits_of_a_full_forward(name: str) -> None:
     assert (torch.cat(parts) - full).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=1.3, top_k=20, top_p=0.9)], ids=["greedy", "sampled"])
-def test_tokens_with_and_without_cache_are_the_same(name: str, sampling: Sampling) -> None:
-    model, prompts = build(name), [[4, 9, 2], [7]]
-    with_cache = complete(model, prompts, max_new_tokens=14, sampling=sampling, num_samples=2)
-    without = complete(model, prompts, max_new_tokens=14, sampling=sampling, num_samples=2, use_cache=False)
-    assert with_cache == without
-    assert all(len(tokens) == 14 for samples in with_cache for tokens in samples)
-
-
-def test_together_and_alone_are_the_same() -> None:
-    model, prompts = build("rope"), [[4, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8], [30, 30]]
-    together = complete(model, prompts, max_new_tokens=9, num_samples=3)
-    assert together == [complete(model, [prompt], max_new_tokens=9, num_samples=3)[0] for prompt in prompts]
-    assert len({tuple(sample) for sample in together[0]}) > 1  # samples of one prompt differ
-
-
-def test_sampling_needs_and_changes_no_random_state() -> None:
-    model = build()
+def test_a_sample_is_the_same_alone_in_company_and_whatever_the_random_state() -> None:
+    model, prompts = build("rope"), [[4, 9, 2], [7], [30, 30]]
     before = torch.get_rng_state()
-    first = complete(model, [[3]], max_new_tokens=10)
+    together = complete(model, prompts, max_new_tokens=6, num_samples=3)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(99)
-    assert complete(model, [[3]], max_new_tokens=10) == first
-    assert complete(model, [[3]], max_new_tokens=10, sampling=Sampling(seed=2)) != first
+    assert together == [complete(model, [prompt], max_new_tokens=6, num_samples=3)[0] for prompt in prompts]
+    assert complete(model, prompts, max_new_tokens=6, num_samples=3, sampling=Sampling(seed=2)) != together
+    assert len({tuple(sample) for sample in together[0]}) > 1  # samples of one prompt differ
 
 
 def literal_candidates(probs: list[float], top_k: int, top_p: float) -> set[int]:
@@ -137,13 +121,8 @@ def test_ends_at_eod_at_a_stop_sequence_and_at_the_limit() -> None:
     stopped = list(generate(model, [[4, 9]], max_new_tokens=8, sampling=greedy, stop=[free[1:3], []]))
     assert [t.token for t in stopped] == free[:3] and stopped[-1].finish == "stop"
     assert list(generate(model, [[4, 9]], max_new_tokens=8, sampling=greedy))[-1].finish == "max_new_tokens"
-
-
-def test_a_stop_sequence_does_not_reach_into_the_prompt() -> None:
-    model = build()
-    greedy = Sampling(temperature=0)
-    free = complete(model, [[4, 9]], max_new_tokens=3, sampling=greedy)[0][0]
-    assert complete(model, [[4, 9]], max_new_tokens=3, sampling=greedy, stop=[[9, free[0]]])[0][0] == free
+    # a stop sequence does not reach into the prompt
+    assert complete(model, [[4, 9]], max_new_tokens=8, sampling=greedy, stop=[[9, free[0]]])[0][0] == free
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -156,11 +135,8 @@ def test_ends_at_the_last_position(name: str, use_cache: bool) -> None:
     assert tokens[-1].finish == "context"
     full = list(generate(model, [[1] * 20], max_new_tokens=100, use_cache=use_cache))
     assert [(t.position, t.finish) for t in full] == [(20, "context")]
-
-
-def test_the_context_may_be_longer_than_the_training_sequences() -> None:
-    model = build(max_position_embeddings=26)
-    assert list(generate(model, [[1] * 24], max_new_tokens=9))[-1].position == 26
+    longer = build(name, max_position_embeddings=26)  # than the sequences of the training
+    assert list(generate(longer, [[1] * 24], max_new_tokens=9, use_cache=use_cache))[-1].position == 26
 
 
 def test_prompts_that_cannot_work_are_errors_before_any_token() -> None:
@@ -177,16 +153,11 @@ def test_prompts_that_cannot_work_are_errors_before_any_token() -> None:
         generate(model, [[1]], max_new_tokens=0)
 
 
-def test_an_empty_prompt_starts_from_eod() -> None:
+def test_an_empty_prompt_starts_from_eod_and_only_ids_of_the_tokenizer_are_generated() -> None:
     model = build()
-    started = list(generate(model, [[]], max_new_tokens=5, eod=7))
-    assert started[0].position == 1
-    given = list(generate(model, [[7]], max_new_tokens=5, eod=7))
-    assert [t.token for t in started] == [t.token for t in given]
-
-
-def test_only_ids_of_the_tokenizer_are_generated() -> None:
-    tokens = complete(build(), [[1]], max_new_tokens=19, num_samples=4, vocab_size=5, sampling=Sampling(temperature=5.0))[0]
+    started, given = ([*generate(model, [prompt], max_new_tokens=5, eod=7)] for prompt in ([], [7]))
+    assert started[0].position == 1 and [t.token for t in started] == [t.token for t in given]
+    tokens = complete(model, [[1]], max_new_tokens=19, num_samples=4, vocab_size=5, sampling=Sampling(temperature=5.0))[0]
     assert {t for sample in tokens for t in sample} == set(range(5))
 
 
