@@ -1,7 +1,4 @@
-"""Asynchronous saves: the training thread copies the tensors, a background thread hashes, writes and commits them.
-
-    training    step | copy | step | step | ...        the copy is all that training waits for
-    thread           |      | hash, write, commit      uses the copy alone
+"""Asynchronous saves: training waits for a copy alone, which a background thread hashes, writes and commits.
 
 One save is in flight at a time; its files are those of any other save, byte for byte.
 """
@@ -29,10 +26,7 @@ _ALIGN = 64
 
 
 class BackgroundSaves:
-    """Saves that do not block training. All ranks make the same calls, except ``poll``, ``join``.
-
-    ``group`` is a gloo group that only the thread uses; None in a single process.
-    """
+    """Saves that do not block training, over a gloo ``group`` that only the thread uses."""
 
     def __init__(self, checkpointer: Checkpointer, group: Any = None) -> None:
         self._checkpointer = checkpointer
@@ -52,7 +46,7 @@ class BackgroundSaves:
         return self._thread is not None
 
     def reserve(self, tensors: dict[str, GlobalTensor], available: int | None = None) -> str | None:
-        """Allocate host memory, of the bytes ``available``, for such tensors; return why it cannot be. Collective."""
+        """Allocate host memory for such tensors; return why it cannot be. Collective."""
         ranks = self._checkpointer.ranks
         items = self._checkpointer.plan(tensors)[0].items_of(ranks.rank, tensors)
 
@@ -103,7 +97,7 @@ class BackgroundSaves:
             self._copy.join()
 
     def poll(self) -> SaveReport | None:
-        """Return the report, once, of a save that has ended, or raise the thread's error, such as a lost peer."""
+        """Return the report of a save that has ended, once, or raise the thread's error."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread.join()
@@ -124,7 +118,7 @@ def copy_bytes(items: Sequence[NamedPiece]) -> int:
 
 
 class HostCopy:
-    """Reusable host memory for the copy of one save at a time, of items like these."""
+    """Reusable host memory for copies of such items."""
 
     def __init__(self, items: Sequence[NamedPiece]) -> None:
         self.num_bytes = copy_bytes(items)
@@ -137,7 +131,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, items: Sequence[NamedPiece], reached: Callable[[], None] = lambda: None) -> list[NamedPiece]:
-        """Return the items with copies of their tensors: complete after ``wait``; tensors may change after ``join``."""
+        # the copies are complete after ``wait``, and the tensors may change after ``join``
         if copy_bytes(items) > self.num_bytes:
             raise ValueError(f"{copy_bytes(items):,} bytes are to be copied into {self.num_bytes:,}")
         copies, moves, position = [], [], 0

@@ -1,7 +1,4 @@
-"""``Checkpointer`` saves, finds, verifies and loads checkpoints; docs/reference/checkpoints.md has the guarantees.
-
-All ranks share its work: either every rank goes on, or every rank raises the same error.
-"""
+"""``Checkpointer`` saves, finds, verifies and loads checkpoints; docs/reference/checkpoints.md has the guarantees."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _KINDS = {kind.__name__: kind for kind in ReportedError.__subclasses__()}
 
 
 class Together:
-    """The ranks that share a checkpoint, over a group for CPU tensors, or this process alone."""
+    """The ranks that share a checkpoint: all go on, or all raise the same error."""
 
     def __init__(self, rank: int, world_size: int, group: Any) -> None:
         if group is None and world_size != 1:
@@ -135,7 +132,7 @@ class Checkpointer:
     # Saving
 
     def prepare(self) -> list[str]:
-        """Create the folder and clean up after interrupted saves, holding the run's lock; return notes. Collective."""
+        """Create the folder and clean up after interrupted saves, holding the run's lock. Collective."""
         folder = self._folder()
 
         def work() -> list[str]:
@@ -162,7 +159,6 @@ class Checkpointer:
         return report
 
     def snapshot(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> Snapshot:
-        """Fix everything a save will write except the tensors' contents. Collective."""
         self.faults.at("save.begin", step)
         plan, encoded = self.plan(tensors, step, state)
         return Snapshot(step, encoded, plan, plan.items_of(self.ranks.rank, tensors))
@@ -186,7 +182,7 @@ class Checkpointer:
         return self._planned[1], encoded
 
     def write(self, snapshot: Snapshot, ranks: Together | None = None, *, beside: bool = False) -> SaveReport:
-        """Write a snapshot, atomically; with few cores if training goes on ``beside``. Collective over ``ranks``."""
+        """Write a snapshot, with few cores if training goes on ``beside``. Collective over ``ranks``."""
         ranks = ranks or self.ranks
         step, plan, rank = snapshot.step, snapshot.plan, ranks.rank
         final = self._folder() / commit.step_name(step)
@@ -226,7 +222,7 @@ class Checkpointer:
         return bool(self.ranks.first(lambda: find.is_vacant(Path(path))))
 
     def find(self, path: str | Path, ckpt_step: int | None = None, fallback: bool = False) -> Path:
-        """Return the newest checkpoint, or ``ckpt_step``, verified byte for byte. Collective; raises CheckpointError.
+        """Return the newest checkpoint, or ``ckpt_step``, verified byte for byte. Collective.
 
         With ``fallback`` a damaged one is a warning, and the newest sound one before it is taken.
         """
@@ -251,7 +247,7 @@ class Checkpointer:
         raise CheckpointError("\n".join([none, *problems]))
 
     def verify(self, step_dir: str | Path) -> None:
-        """Read a checkpoint in full, shared by the ranks; compare it with its manifest. Collective; CheckpointError."""
+        """Read a checkpoint in full and compare it with its manifest. Collective; raises CheckpointError."""
         from megatron_sp.checkpoint import load  # a run that starts afresh never needs it
 
         step_dir = Path(step_dir)
@@ -287,7 +283,6 @@ class Checkpointer:
         return manifest.read_state(Path(step_dir))
 
     def tensor_shapes(self, step_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the global shape and dtype of every stored tensor."""
         return {name: (shape, DTYPES[dtype]) for name, (dtype, shape) in read_manifest(Path(step_dir)).tensors.items()}
 
     def load(

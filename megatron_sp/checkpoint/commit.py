@@ -42,7 +42,6 @@ def step_name(step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """Return the step that a folder's name stands for."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -65,7 +64,7 @@ def list_steps(folder: Path) -> dict[int, Path]:
 
 
 def holds_steps(folder: Path) -> bool:
-    """Return whether a folder has anything that is or was a step: folders, links, folders set aside."""
+    """Return whether a folder has anything that is or was a step."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -191,7 +190,7 @@ def outdated(
 
 
 def discard(path: Path) -> None:
-    """Delete a step folder, or one that was set aside."""
+    """Delete a step folder."""
     # renamed first, so that a half-deleted folder is never taken for a checkpoint
     dying = path.with_name(f"{path.name.partition('.')[0]}.part-{uuid.uuid4().hex[:12]}")
     path.rename(dying)

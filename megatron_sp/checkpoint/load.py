@@ -23,7 +23,7 @@ Index = dict[str, list[StoredPiece]]  # by tensor name
 
 
 class _Copy(NamedTuple):
-    """One overlap of a stored rectangle and a wanted piece."""
+    # one overlap of a stored rectangle and a wanted piece
 
     stored: StoredPiece
     source: tuple[slice, ...]  # region of the stored rectangle

@@ -38,8 +38,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")  # no path, no hidd
 
 
 class FileRecord(NamedTuple):
-    """A file's entry in the manifest."""
-
     num_bytes: int
     sha256: str
 
@@ -184,7 +182,7 @@ def hash_file(path: Path, progress: Callable[[int], None] = lambda num_bytes: No
 
 
 def is_complete(step_dir: Path) -> bool:
-    """Return whether the manifest is sound and every file has its size: the cheap half of verification."""
+    """Return whether the manifest is sound and every file has its size."""
     try:
         return not missing_or_cut(step_dir, read_manifest(step_dir))
     except CheckpointError:

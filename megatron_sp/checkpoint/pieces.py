@@ -1,7 +1,6 @@
 """A rank's part of a tensor, as rectangles of the global tensor, and who of the ranks writes which rectangle.
 
-Any layout can read what any other wrote, since files know only ``(offsets, sizes)`` in the global tensor. Rectangles
-that several ranks hold are written once; the distinct ones must tile the tensor.
+Files know only ``(offsets, sizes)``, so any layout can read what any other wrote.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Rect(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle of a global tensor together with its contents."""
+    """A rectangle with its contents."""
 
     offsets: tuple[int, ...]  # where the rectangle starts
     tensor: Tensor  # its contents, contiguous or not, on any device
@@ -65,7 +64,7 @@ class NamedPiece(NamedTuple):
 
 @dataclass
 class GlobalTensor:
-    """A rank's part of one tensor; the pieces of all ranks together tile it (ranks may hold the same piece)."""
+    """A rank's part of one tensor; the pieces of all ranks together tile it."""
 
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype  # stored when saving; wanted when loading
@@ -92,11 +91,8 @@ class GlobalTensor:
             pieces += [Piece(offsets, view) for offsets, view in spec.pieces_of(local.offsets, block)]
         return cls(spec.shape, flat.dtype, pieces)
 
-    def rects(self) -> list[Rect]:
-        return [piece.rect for piece in self.pieces if piece.rect.numel]
-
     def check(self, name: str) -> None:
-        """Raise ValueError if a piece has another dtype or number of dims, or lies outside the tensor."""
+        """Raise ValueError if a piece has another dtype or lies outside."""
         for piece in self.pieces:
             problem = _outside(self.shape, piece.rect)
             if problem is None and piece.tensor.dtype != self.dtype:
@@ -192,7 +188,9 @@ def describe(tensors: dict[str, GlobalTensor]) -> Description:
         if name == "__metadata__":
             raise ValueError("a tensor cannot be named __metadata__: safetensors uses that name itself")
         tensor.check(name)
-        rects = [[list(rect.offsets), list(rect.sizes)] for rect in tensor.rects()]
+        rects = [
+            [list(rect.offsets), list(rect.sizes)] for rect in (piece.rect for piece in tensor.pieces) if rect.numel
+        ]
         description[name] = [DTYPE_NAMES[tensor.dtype], list(tensor.shape), rects]
     return description
 

@@ -1,7 +1,4 @@
-"""Checkpoints written and read by one process, with one tensor in memory at a time: for converters and tools.
-
-The result is an ordinary step folder with world size 1, created as atomically as that of a training run.
-"""
+"""Checkpoints written and read by one process, with one tensor in memory at a time: for converters and tools."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _MAX_NOTES = 8
 
 
 class TensorInfo(NamedTuple):
-    """Shape and dtype of a whole tensor."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +40,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -195,7 +192,7 @@ def _not_finite(tensor: Tensor, written: torch.dtype) -> str | None:
 
 
 class TensorReader:
-    """Reader of a step folder's tensors, from the rectangles that any number of ranks have written."""
+    """Reader of a step folder's tensors, whatever layout wrote them."""
 
     def __init__(self, step_dir: Path, tensors: Mapping[str, TensorInfo], index: load.Index) -> None:
         self.step_dir, self._tensors, self._index = step_dir, tensors, index
@@ -204,7 +201,7 @@ class TensorReader:
         return dict(self._tensors)
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a whole tensor into a contiguous CPU tensor. Raises CheckpointError."""
+        """Read a whole tensor into a CPU tensor. Raises CheckpointError."""
         shape = torch.Size(self._tensors[name].shape)
         tensor = empty(shape, dtype=dtype or self._tensors[name].dtype, device=torch.device("cpu"))
         load.fill(self.step_dir, self._index, {name: GlobalTensor.whole(tensor)})
@@ -221,7 +218,7 @@ class TensorReader:
         return tensor
 
     def blocks(self, name: str, max_bytes: int = BLOCK_BYTES) -> Iterator[Tensor]:
-        """Iterate over a tensor in blocks of rows of at most ``max_bytes``, but at least one row."""
+        """Iterate over a tensor in blocks of rows of at most ``max_bytes``."""
         shape, dtype = self._tensors[name]
         if not shape:
             yield self.read(name)

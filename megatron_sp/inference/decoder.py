@@ -2,8 +2,7 @@
 
     read (a prompt, into the next row) | again (the same, for another sample) | step (a token per row) | drop (a row)
 
-A rank caches keys and values of its own heads under tp and Ulysses. Source: vLLM and gpt-fast (static cache, graphs by
-size).
+Source: vLLM and gpt-fast (static cache, graphs by size).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class KVCache:
 
 
 class RowPass:
-    """One forward pass that appends positions to one row (a ``forward_context.Cache``)."""
+    """Appends positions to one row (a ``forward_context.Cache``)."""
 
     def __init__(self, cache: KVCache, row: int, start: int) -> None:
         self._cache, self._row, self._start = cache, row, start
@@ -68,7 +67,7 @@ class RowPass:
 
 
 class StepPass:
-    """One forward pass that appends one position to each of the first rows; its work depends on ``span`` alone."""
+    """Appends one position to each of the first rows; its work depends on ``span`` alone."""
 
     def __init__(self, cache: KVCache, lengths: Tensor, span: int) -> None:
         # lengths: int64 [b] on the rows' device; span: number of keys that are read, more than the longest has
@@ -102,8 +101,6 @@ class StepPass:
 
 @dataclass(frozen=True)
 class Capture:
-    """How steps are captured."""
-
     new_maker: Callable[[], GraphMaker]  # makes a maker of graphs, with a pool of its own
     must: bool = False  # an error if a capture fails; else it is a line, and steps are eager
     of_all: Callable[[Any], list[Any]] = lambda value: [value]  # returns the values of all ranks on every rank
@@ -111,7 +108,7 @@ class Capture:
 
 
 class Decoder:
-    """Up to ``max_rows`` sequences in rows 0, 1, ... without gaps. Returns logits on the CPU. Collective over tp and sp."""
+    """Up to ``max_rows`` sequences in rows without gaps. Returns logits on the CPU. Collective over tp and sp."""
 
     def __init__(
         self, model: GPTModel, max_rows: int = 1, vocab_size: int | None = None, *, kernel: KernelName = "sdpa",
@@ -131,7 +128,7 @@ class Decoder:
         self._maker = None if self._capture is None else self._capture.new_maker()
 
     def reserve(self, length: int) -> None:
-        """Drop all sequences, and make room for ``length`` positions. Raises ConfigError if a step must be captured."""
+        """Drop all sequences, and make room for ``length`` positions."""
         self.lengths, self._prompt = [], (0, 0)
         length = length if self._maker is None else _span(length)
         if length > self._cache.max_length:
@@ -145,7 +142,6 @@ class Decoder:
                 self._capture = self._maker = None
 
     def clear(self) -> None:
-        """Drop all sequences after a failure."""
         self.lengths = []  # what it has left need not be numbers
         for buffer in self._cache.buffers():
             buffer.zero_()
@@ -162,7 +158,7 @@ class Decoder:
         return logits[:, : self.vocab_size].cpu()
 
     def again(self) -> None:
-        """Put the prompt that was read last into another row."""
+        """Put the last prompt into another row."""
         row, length = self._prompt
         if row != len(self.lengths):
             self._cache.copy(row, len(self.lengths), length)

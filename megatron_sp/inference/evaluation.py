@@ -1,7 +1,6 @@
-"""Evaluations of GPT and BERT on files. All are collective: every rank calls them and gets the same numbers.
+"""Evaluations of GPT and BERT on files. All are collective: every rank gets the same numbers.
 
-BERT's pseudo-perplexity (Salazar et al. 2020, arXiv:1910.14659) masks the tokens of a text one at a time: a text of n
-tokens takes n rows.
+Pseudo-perplexity (Salazar et al. 2020, arXiv:1910.14659) masks the tokens of a text one at a time.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class Reading(NamedTuple):
 
 
 class GPTEvaluation:
-    """Evaluations of a GPT with its tokenizer, on every rank of a team."""
+    """Evaluations of a GPT with its tokenizer."""
 
     def __init__(self, model: GPTModel, tokenizer: Tokenizer, reading: Reading, team: Team) -> None:
         self.model, self.tokenizer, self.reading, self.team = model, tokenizer, reading, team
 
     def of_data(self, prefix: str | Path, split: str | None, part: str) -> Numbers:
-        """Compute the loss on one part of a data set, or all of it, with documents concatenated as in training."""
+        """Compute the loss on a data set, with documents concatenated as in training."""
         with self.team.agree():
             indexed = IndexedDataset(prefix)
             first, last = (0, len(indexed)) if split is None else split_bounds(split, len(indexed))[PARTS.index(part)]
@@ -66,7 +65,7 @@ class GPTEvaluation:
         return scoring.perplexity(self._score(rows), None)
 
     def of_text(self, path: str | Path) -> Numbers:
-        """Compute the loss on separate texts: each follows BOS or an end-of-document token, its own end is not scored."""
+        """Compute the loss on separate texts, whose ends are not scored."""
         length, stride = self.reading.length, self.reading.stride
         with self.team.agree():
             texts, before = scoring.read_documents(path, self.reading.limit), scoring.front(self.tokenizer)
@@ -103,13 +102,13 @@ class GPTEvaluation:
 
 
 class BertEvaluation:
-    """Evaluations of a BERT with its tokenizer, on every rank of a team."""
+    """Evaluations of a BERT with its tokenizer."""
 
     def __init__(self, model: BertModel, tokenizer: Tokenizer, config: Config, reading: Reading, team: Team) -> None:
         self.model, self.tokenizer, self.config, self.reading, self.team = model, tokenizer, config, reading, team
 
     def of_data(self, prefix: str | Path, split: str | None, part: str) -> Numbers:
-        """Evaluate masked tokens (drawn by the run's seed) and sentence order on one part of a data set, or all of it."""
+        """Evaluate masked tokens (drawn by the run's seed) and sentence order."""
         data, model = self.config.data, self.config.model
         with self.team.agree():
             indexed = IndexedDataset(prefix)
@@ -127,7 +126,7 @@ class BertEvaluation:
         return self._measure(number, dataset.__getitem__, "perplexity", order=self.model.config.has_order_head)
 
     def of_text(self, path: str | Path) -> Numbers:
-        """Compute the pseudo-perplexity of texts; one that is too long is split into pieces that are read separately."""
+        """Compute the pseudo-perplexity of texts, in pieces that the model can read."""
         with self.team.agree():
             special, room = special_tokens(self.tokenizer), self.reading.length - 2
             texts = scoring.encoded(self.tokenizer, scoring.read_documents(path, self.reading.limit), str(path))

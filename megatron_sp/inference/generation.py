@@ -1,8 +1,4 @@
-"""Text generation token by token, greedy or sampled, with a KV cache, reproducible to the token.
-
-The choice depends on (logits, seed, sample, position) alone: a hash of the last three is looked up in the cumulative
-distribution of the candidates. But products of a batch round differently than those of a sequence alone.
-"""
+"""Text generation token by token, greedy or sampled, with a KV cache, reproducible to the token."""
 
 from __future__ import annotations
 
@@ -92,6 +88,8 @@ def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> in
         )
     if sampling.temperature == 0:
         return int((logits == logits.max()).nonzero()[0, 0])
+    # no random state: a sample is the same whatever else is generated, and in whatever order. (But products of a batch
+    # round differently than those of a sequence alone.)
     ids, probs = candidates(logits, sampling)
     cumulative = torch.cumsum(probs, dim=0)
     index = int(torch.searchsorted(cumulative, uniform(sampling.seed, sample, position) * cumulative[-1], right=True))
@@ -99,7 +97,7 @@ def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> in
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """Return a number in [0, 1), a hash of the arguments."""
+    # a hash of the arguments, in [0, 1)
     digest = hashlib.blake2b(f"{seed}/{sample}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
@@ -117,8 +115,6 @@ def generate(
         vocab_size: only ids below this are generated.
         use_cache: False: every token runs the whole sequence again.
         decoder: in place of the last three; tokens of its rows come in turn.
-    Raises:
-        ConfigError: at the call, for arguments that do not fit the model.
     """
     limit, vocab = model.config.max_positions, model.config.vocab_size or 0
     starts = [[int(token) for token in prompt] or ([] if eod is None else [eod]) for prompt in prompts]
@@ -204,7 +200,7 @@ def complete(
 
 
 class _WithoutCache(Decoder):
-    """A decoder of one row that computes all positions for every token."""
+    # one row; computes all positions for every token
 
     def reserve(self, length: int) -> None:
         pass
@@ -249,7 +245,7 @@ class TextStream:
         self._read = len(self._ids)
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that it completes; may be empty."""
+        """Return the text that a token completes."""
         self._ids.append(token)
         new = self._unread_text()
         if new.endswith("\ufffd"):
@@ -259,7 +255,6 @@ class TextStream:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text at the end, complete or not."""
         new = self._unread_text()
         self._window, self._read = self._read, len(self._ids)
         return new

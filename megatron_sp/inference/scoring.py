@@ -1,9 +1,4 @@
-"""Files of texts and questions, their rows scored by a model over its data-parallel replicas, and metrics with errors.
-
-Batches are formed independently of the layout, rows of similar length together, so that in any layout every number is
-that of a single process, up to rounding. A row has at most one more token than the model reads at once: all but the
-last are its input, all but the first its labels.
-"""
+"""Files of texts and questions, their rows scored by a model over its data-parallel replicas, and metrics with errors."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ _PROGRESS_S = 10.0
 
 
 class LastWord(NamedTuple):
-    """A text whose last word, with a leading space, is to be predicted."""
+    """A text and its last word."""
 
     context: str
     word: str
@@ -42,7 +37,7 @@ class LastWord(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """A question with several answers, one of which is correct."""
+    """A question with several answers."""
 
     context: str
     choices: tuple[str, ...]
@@ -61,7 +56,7 @@ def _read_text(path: str | Path) -> str:
 
 
 def read_documents(path: str | Path, limit: int | None = None) -> list[str]:
-    """Read the ``text`` of each line of a .jsonl or .json file, or any other file as one text. Raises DataError."""
+    """Read each line's ``text`` of a .jsonl or .json file, any other file as one text."""
     if Path(path).suffix not in (".jsonl", ".json"):
         texts = [_read_text(path)]
     else:
@@ -86,7 +81,7 @@ def read_last_words(path: str | Path, limit: int | None = None) -> list[LastWord
 
 
 def read_choices(path: str | Path, limit: int | None = None) -> list[Choices]:
-    """Read objects with ``context``, ``choices`` and ``answer``. Raises DataError."""
+    """Read ``context``, ``choices`` and ``answer``. Raises DataError."""
     items = []
     for where, row in read_objects(path, limit):
         context, choices, answer = _string(row, "context", where), row.get("choices"), row.get("answer")
@@ -101,7 +96,7 @@ def read_choices(path: str | Path, limit: int | None = None) -> list[Choices]:
 
 
 def read_objects(path: str | Path, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file and line, object) of the first non-empty lines of a JSON lines file. Raises DataError."""
+    """Return (place, object) of the first non-empty lines of a JSON lines file. Raises DataError."""
     objects: list[tuple[str, dict[str, Any]]] = []
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
@@ -139,7 +134,7 @@ def _show(value: Any) -> str:
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens of one row of a forward pass."""
+    """Tokens of one row: the model reads all but the last, and predicts all but the first."""
 
     tokens: Sequence[int] | np.ndarray  # the model reads all but the last
     first: int  # number of leading predictions that are not scored: ``tokens[first + 1:]`` are scored
@@ -150,7 +145,7 @@ class ScoredTokens(NamedTuple):
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list[int]]:
-    """Encode texts. Raises DataError if there are no tokens at all, as some tokenizers drop what they do not know."""
+    """Encode texts. Raises DataError if there are no tokens at all."""
     sequences = [tokenizer.encode(text) for text in texts]
     if not any(sequences):
         asked = "is it the one that the model was trained with?"
@@ -159,17 +154,14 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list
 
 
 def front(tokenizer: Tokenizer) -> list[int]:
-    """Return the unscored tokens before a text: those with which its texts begin, else the end of a document."""
+    """Return the unscored tokens before a text: BOS, else an end of document."""
     return list(tokenizer.begin) or [tokenizer.eod]
 
 
 def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int, num_known: int = 1) -> Iterator[ScoredTokens]:
-    """Yield rows of ``length`` tokens in which every token but the first ``num_known`` is scored exactly once.
-
-    Consecutive windows are ``stride`` apart: with less than ``length``, every scored token after the first window has
-    at least ``length - stride`` tokens of context.
-    """
+    """Yield rows of ``length`` predictions, ``stride`` apart, that score all but the first ``num_known`` tokens once."""
     scored, start = num_known - 1, 0  # the labels 1 to ``scored`` are done
+    # with a stride below the length, what is scored after the first window has length - stride tokens of context
     while scored < len(tokens) - 1:
         stop = min(start + length, len(tokens) - 1)
         yield ScoredTokens(tokens[start : stop + 1], scored - start)
@@ -177,7 +169,7 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int, num_kn
 
 
 def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, where: str) -> ScoredTokens:
-    """Return a row of at most ``length`` predictions in which the tokens of ``text`` are scored. Raises DataError."""
+    """Return a row in which the tokens of ``text`` are scored. Raises DataError."""
     if not tokenizer.encode(text):  # nothing would be scored, or the context's last token
         problem = f"the tokenizer has no token for '{text[:40]}'"
         raise DataError(f"{where}: {problem}: leave the line out, or use the tokenizer of the training")
@@ -199,7 +191,7 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
 
 
 class RowScore(NamedTuple):
-    """Sum of the losses of a row's scored tokens (nats), their number, and how many of them the model ranks first."""
+    """Sum of a row's losses (nats), their number, and how many tokens are ranked first."""
 
     loss: float
     num_tokens: int
@@ -207,10 +199,7 @@ class RowScore(NamedTuple):
 
 
 def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]:
-    """Return the results (JSON) of batches 0 to ``number - 1`` on every rank. Collective.
-
-    ``run`` computes one batch, together with the other tp and sp ranks.
-    """
+    """Run batches, shared by the replicas, and return the results (JSON) of all on every rank. Collective."""
     own_results, began = [], time.monotonic()
     reported = began
     for index in range(team.dp_rank, number, team.dp_size):
@@ -226,7 +215,9 @@ def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]
 
 
 def score_rows(model: GPTModel, rows: Sequence[ScoredTokens], batch_size: int, team: Team) -> list[RowScore]:
-    """Return the score of every row, in order, on every rank. Collective. Raises NumericsError if one is not finite."""
+    """Return the score of every row on every rank. Collective. Raises NumericsError."""
+    # batches are formed independently of the layout, rows of similar length together: in any layout every number is
+    # that of a single process, up to rounding
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     results = run_batches(len(batches), lambda index: _score_batch(model, [rows[i] for i in batches[index]]), team)
@@ -263,7 +254,7 @@ def _score_batch(model: GPTModel, rows: Sequence[ScoredTokens]) -> list[list[flo
 
 
 def perplexity(scores: Sequence[RowScore], num_bytes: int | None) -> Numbers:
-    """Compute the perplexity of a text, of ``num_bytes`` bytes of UTF-8 if all of it was scored."""
+    """Compute the perplexity of a text, of ``num_bytes`` bytes if all of it was scored."""
     total, count = math.fsum(s.loss for s in scores), sum(s.num_tokens for s in scores)
     mean = total / count
     error = clustered_stderr([s.loss for s in scores], [s.num_tokens for s in scores])
@@ -275,7 +266,7 @@ def perplexity(scores: Sequence[RowScore], num_bytes: int | None) -> Numbers:
 
 
 def last_word(scores: Sequence[RowScore]) -> Numbers:
-    """Compute accuracy (every token of the word is the likeliest) and perplexity per word, not per token."""
+    """Compute accuracy and perplexity per word, not per token."""
     right = [float(s.hits == s.num_tokens) for s in scores]
     losses = [s.loss for s in scores]
     mean = math.fsum(losses) / len(losses)
@@ -286,7 +277,7 @@ def last_word(scores: Sequence[RowScore]) -> Numbers:
 
 
 def multiple_choice(items: Sequence[Choices], losses: Sequence[Sequence[float]]) -> Numbers:
-    """Compute accuracy by the likeliest choice (acc) and by the likeliest per byte (acc_norm); ties go to the first."""
+    """Compute accuracy by the likeliest choice, and by the likeliest per byte (acc_norm)."""
     plain, normed = [], []
     for item, of_item in zip(items, losses, strict=True):
         per_byte = [loss / len(choice.encode()) for loss, choice in zip(of_item, item.choices, strict=True)]
@@ -300,7 +291,6 @@ def multiple_choice(items: Sequence[Choices], losses: Sequence[Sequence[float]])
 
 
 def stderr(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of independent values."""
     n = len(values)
     if n < 2:
         return None
@@ -309,7 +299,7 @@ def stderr(values: Sequence[float]) -> float | None:
 
 
 def clustered_stderr(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Return the standard error of the mean per token, from the sums and token counts of independent pieces."""
+    """Return the standard error of the mean per token of independent pieces."""
     # with S_w the loss of piece w, n_w its tokens, W pieces, N tokens, m = sum S / N:
     # sqrt(W / (W - 1) * sum_w (S_w - n_w m)^2) / N
     pieces, total = len(sums), sum(counts)

@@ -1,7 +1,6 @@
 """One or several processes that use a stored model together: process groups, layout, model and tokenizer, exit.
 
-A single process needs no process group and no launcher. Of several, rank 0 has input and output. Errors that can be
-detected without the other ranks are reported before a rank waits for them.
+Errors that can be detected without the other ranks are reported before a rank waits for them.
 """
 
 from __future__ import annotations
@@ -70,24 +69,23 @@ class Team:
         self.is_first_of_replica = groups is None or groups.is_first_of_replica
 
     def say(self, line: str) -> None:
-        """Print a line to stderr, on rank 0 only."""
         if self.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank, passed as JSON. Collective."""
+        """Return rank 0's value (JSON). Collective."""
         return broadcast_json(value, self._control)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value on every rank, passed as JSON. Collective."""
+        """Return every rank's value (JSON). Collective."""
         return gather_json(value, self._control)
 
     def agree(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which an error on any rank is raised on all. Collective."""
+        """Return a context in which an error on any rank is raised on all. Collective."""
         return contextlib.nullcontext() if self._control is None else all_ranks_agree(self._control)
 
     def from_first(self, read: Callable[[], Any]) -> Any:
-        """Call ``read`` on rank 0 and return its result on every rank; an error is raised on all. Collective."""
+        """Call ``read`` on rank 0 for all ranks. Collective."""
         value = None
         with self.agree():
             if self.rank == 0:
@@ -145,7 +143,7 @@ def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) 
 
 
 def check_graphs(options: argparse.Namespace) -> None:
-    """Raise ConfigError, with every reason, if --cuda-graphs on cannot be had."""
+    """Raise ConfigError if --cuda-graphs on cannot be had."""
     if options.cuda_graphs == "on":
         has_gpu = options.device != "cpu" and torch.cuda.is_available()
         obstacles = decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)
@@ -153,7 +151,7 @@ def check_graphs(options: argparse.Namespace) -> None:
 
 
 def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capture | None:
-    """Return how steps are captured (--cuda-graphs); None: they are eager, which is said where there is a GPU."""
+    """Return how steps are captured; None: they are eager."""
     if options.cuda_graphs == "off" or team.device.type != "cuda":
         return None
     obstacles = decoding_obstacles(model, has_gpu=True)
@@ -180,7 +178,7 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
 
 
 def join(options: argparse.Namespace, launch: Launch) -> Team:
-    """Choose the device and join the other processes. Collective. Raises PeerError: not all of them joined."""
+    """Choose the device and join the other processes. Collective; raises PeerError."""
     device = choose_device(options.device, launch)
     if options.num_threads or launch.world_size > 1:
         # torchrun's default of one thread per process leaves the other cores idle
@@ -201,7 +199,7 @@ def join(options: argparse.Namespace, launch: Launch) -> Team:
 
 
 class Stored(NamedTuple):
-    """A stored model: its step folder, configuration, tokenizer and step, and the checkpointer that reads it."""
+    """A stored model and the checkpointer that reads it."""
 
     folder: Path
     config: Config
@@ -212,7 +210,7 @@ class Stored(NamedTuple):
     def load(
         self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype, layout: ParallelContext | None = None
     ) -> LanguageModel:
-        """Load the model, or this rank's part of it, for inference. Collective, if the checkpointer is."""
+        """Load the model, or this rank's part of it, for inference."""
         with torch.device("meta"):  # initial weights need not be drawn
             model = cls(self.config.model, self.config.kernels, seed=0, dtype=dtype, layout=layout)
         model.to_empty(device=device)
@@ -228,7 +226,7 @@ class Stored(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A loaded model, its checkpoint, and a line that describes it."""
+    """A loaded model and a line that describes it."""
 
     model: LanguageModel
     stored: Stored
@@ -239,15 +237,12 @@ def find_stored(
     run: str | Path, step: int | None, what: str, instead: dict[str, str], warn: Callable[[str], None],
     tokenizer_file: str | None = None, checkpointer: Checkpointer | None = None,
 ) -> Stored:  # fmt: skip
-    """Find a run's checkpoint of the kind ``what``, "GPT" or "BERT", and read its configuration and tokenizer.
+    """Find a run's checkpoint of the kind ``what`` ("GPT", "BERT"), its configuration and its tokenizer.
 
     Args:
-        instead: what to use for other kinds ("GPT", "BERT", "classifier"): the end of a sentence.
-        warn: called about unknown entries of the configuration.
+        instead: what to use for other kinds: the end of a sentence.
         tokenizer_file: a file or folder of a tokenizer instead of the run's own.
         checkpointer: one that has already found ``run``, a step folder.
-    Raises:
-        CheckpointError, ConfigError, DataError: none of this kind, or its tokenizer cannot be used.
     """
     if checkpointer is None:
         checkpointer = Checkpointer(None)
@@ -293,7 +288,7 @@ def find_stored(
 def load(
     options: argparse.Namespace, team: Team, cls: type[LanguageModel], what: str, instead: dict[str, str]
 ) -> Loaded:
-    """Load this rank's part of a stored model; arguments and errors as of ``find_stored``. Collective."""
+    """Load this rank's part of a stored model. Collective; else as ``find_stored``."""
     reader = team.checkpointer()
     folder = reader.find(options.load, options.ckpt_step)
     with team.agree():
@@ -313,7 +308,7 @@ def load(
 
 
 def run_tool(body: Callable[[Launch], None]) -> int:
-    """Run a tool and leave the process group; a reported error becomes one message and the exit code."""
+    """Run a tool; a reported error becomes one message and the exit code."""
     launch = Launch.from_env()
     failed: BaseException | None = None
     try:
