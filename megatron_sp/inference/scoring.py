@@ -1,4 +1,4 @@
-"""Files of texts and questions, their rows scored by a model over its data-parallel replicas, and metrics with errors."""
+"""Files of texts and questions, their rows scored by a model over its data-parallel replicas, and metrics."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class ScoredTokens(NamedTuple):
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list[int]]:
-    """Encode texts. Raises DataError if there are no tokens at all."""
+    """Encode texts. Raises DataError if none has a token."""
     sequences = [tokenizer.encode(text) for text in texts]
     if not any(sequences):
         asked = "is it the one that the model was trained with?"
@@ -159,7 +159,7 @@ def front(tokenizer: Tokenizer) -> list[int]:
 
 
 def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int, num_known: int = 1) -> Iterator[ScoredTokens]:
-    """Yield rows of ``length`` predictions, ``stride`` apart, that score all but the first ``num_known`` tokens once."""
+    """Yield rows of ``length`` predictions, ``stride`` apart, that score each token after ``num_known`` once."""
     scored, start = num_known - 1, 0  # the labels 1 to ``scored`` are done
     # with a stride below the length, what is scored after the first window has length - stride tokens of context
     while scored < len(tokens) - 1:
@@ -169,7 +169,7 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int, num_kn
 
 
 def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, where: str) -> ScoredTokens:
-    """Return a row in which the tokens of ``text`` are scored. Raises DataError."""
+    """Return a row in which ``text`` is scored. Raises DataError."""
     if not tokenizer.encode(text):  # nothing would be scored, or the context's last token
         problem = f"the tokenizer has no token for '{text[:40]}'"
         raise DataError(f"{where}: {problem}: leave the line out, or use the tokenizer of the training")
@@ -199,7 +199,7 @@ class RowScore(NamedTuple):
 
 
 def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]:
-    """Run batches, shared by the replicas, and return the results (JSON) of all on every rank. Collective."""
+    """Run batches, shared by the replicas, and return the results (JSON) on every rank. Collective."""
     own_results, began = [], time.monotonic()
     reported = began
     for index in range(team.dp_rank, number, team.dp_size):
@@ -299,7 +299,7 @@ def stderr(values: Sequence[float]) -> float | None:
 
 
 def clustered_stderr(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Return the standard error of the mean per token of independent pieces."""
+    """Return the standard error of the mean per token."""
     # with S_w the loss of piece w, n_w its tokens, W pieces, N tokens, m = sum S / N:
     # sqrt(W / (W - 1) * sum_w (S_w - n_w m)^2) / N
     pieces, total = len(sums), sum(counts)
