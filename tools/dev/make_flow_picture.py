@@ -69,9 +69,9 @@ LANES = (
     Lane("checkpoint", "A checkpoint: saved in one layout, loaded in another", (
         Box("training/saves.py", "when: every n steps, on", "a signal, at the end"),
         Box("training/train_state.py", "names, global tensors:", "this rank's rectangles"),
-        Box("checkpoint/saving.py", "who writes what; what", "several have, one writes"),
+        Box("checkpoint/pieces.py", "who writes what; what", "several have, one writes"),
         Box("checkpoint/background.py", "a copy in host memory,", "and training goes on"),
-        Box("checkpoint/saving.py", "safetensors files,", "hashed as written"),
+        Box("checkpoint/safetensors_file.py", "safetensors files,", "hashed as written"),
     ), (
         Box("checkpoint/commit.py", "manifest, one rename:", "complete, or not there"),
         Box("checkpoint/find.py", "step folders of --load,", "the newest first"),
