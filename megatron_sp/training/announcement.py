@@ -1,9 +1,8 @@
-"""Report of a run's start, to the user, ``metrics.jsonl`` and ``run_status.json``: layout, versions, device, hosts.
+"""Report of a run's start, to the user, ``metrics.jsonl`` and ``run_status.json``: layout, versions, device, hosts."""
 
-It also promises whether the same processes compute the same numbers again, to the last bit. On a CPU they do. On a GPU
-attention's backward pass adds gradients in whatever order its blocks come to an end, unless --deterministic-mode takes
-kernels that do not; then what is left is how NCCL sums over ranks.
-"""
+# It also promises whether the same processes compute the same numbers again, to the last bit. On a CPU they do. On a
+# GPU attention's backward pass adds gradients in whatever order its blocks come to an end, unless
+# --deterministic-mode takes kernels that do not; then what is left is how NCCL sums over ranks.
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def announce(run: Run) -> None:
-    """Report the start to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
     context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
     config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
     num_params = run.state.num_parameters()
@@ -97,7 +95,7 @@ _PREFIX = "repeats to the last bit: "
 def about_repeats(
     config: Config, device: str, world_size: int, kernel: str, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the line of the start that says whether the run repeats, and if not why not."""
+    """Return whether the run repeats, and if not why, as a line."""
     again = "a resume with the same processes has the losses and weights of a run without it"
     if device == "cpu":
         return f"{_PREFIX}yes: {again}"
@@ -113,7 +111,7 @@ def about_repeats(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package, torch and Python, and of CUDA and NCCL where there is a GPU."""
+    """Return the versions of what computes."""
     installed = {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if torch.cuda.is_available():
         installed["cuda"] = str(torch.version.cuda or torch.version.hip)
@@ -124,12 +122,7 @@ def versions() -> dict[str, str]:
 def environment(
     device: torch.device, hosts: Sequence[str], layout: dict[str, Any], attention: str, kernels: dict[str, str]
 ) -> dict[str, Any]:
-    """Return the description of the environment for ``metrics.jsonl``.
-
-    Args:
-        layout: layout record, as in a checkpoint.
-        kernels: whose fused kernels compute AdamW and the norms, by op.
-    """
+    """Return the description of the environment for ``metrics.jsonl``."""
     return {
         "versions": versions(), "device": device_name(device), "hosts": dict(Counter(hosts)),
         "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.release()}", "layout": layout,

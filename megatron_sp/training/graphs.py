@@ -1,29 +1,30 @@
 """Steps captured in CUDA graphs (--cuda-graphs): launched again by one call each, without Python and autograd.
 
-    copy the micro-batch into static inputs, the step's numbers into one tensor
-    first | middle ... | last micro-batch   forward, backward; with the collectives of tp, sp, cp and ZeRO inside
-    norm                                    sums of losses and gradients over the ranks, norm, the summary
-    (the host reads; a save in the background waits here)
-    update                                  decision, clipping, AdamW, 16-bit weights, their gather
-
-A graph has one kind of micro-batch: the first of a step overwrites gradients, the last reduces them, an only one does
-both. What differs between steps is a number on the device: the step (a key of dropout), loss scale, learning rates,
-count of updates. Gradients, activations and all else that is allocated during the captures lie in one pool. Captured in
-the order in which they run, graphs may reuse each other's memory, and do: of a shape all are made anew, or none.
-
-Each graph ends with nothing under way: reductions and gathers that an eager step carries over to the next micro-batch
-are waited for. So gathers after an update (ZeRO 1, 2) run beside the update only, and a unit that the next micro-batch
-would find (ZeRO 3) is gathered again.
-
-``auto`` trusts nothing (``StepGraphs``): after the warm-up steps the same micro-batches run eagerly and as replays with
-deterministic kernels, loss and gradients are compared to the bit, both are timed with the run's kernels, and the faster
-is kept. A timed step begins with an update that is left out, so that gathers after it count: under the passes, or
-before them.
-
-Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs), torch/cuda/graphs.py; NCCL's user guide
-(Using NCCL with CUDA graphs); ProcessGroupNCCL keeps captured collectives from its watchdog (pytorch pull request
-102542), so that a rank that hangs in a replay is found by ``training/signals.py``.
+copy the micro-batch into static inputs, the step's numbers into one tensor
+first | middle ... | last micro-batch   forward, backward; with the collectives of tp, sp, cp and ZeRO inside
+norm                                    sums of losses and gradients over the ranks, norm, the summary
+(the host reads; a save in the background waits here)
+update                                  decision, clipping, AdamW, 16-bit weights, their gather
 """
+
+# A graph has one kind of micro-batch: the first of a step overwrites gradients, the last reduces them, an only one
+# does both. What differs between steps is a number on the device: the step (a key of dropout), loss scale, learning
+# rates, count of updates. Gradients, activations and all else that is allocated during the captures lie in one pool.
+# Captured in the order in which they run, graphs may reuse each other's memory, and do: of a shape all are made anew,
+# or none.
+#
+# Each graph ends with nothing under way: reductions and gathers that an eager step carries over to the next
+# micro-batch are waited for. So gathers after an update (ZeRO 1, 2) run beside the update only, and a unit that the
+# next micro-batch would find (ZeRO 3) is gathered again.
+#
+# ``auto`` trusts nothing (``StepGraphs``): after the warm-up steps the same micro-batches run eagerly and as replays
+# with deterministic kernels, loss and gradients are compared to the bit, both are timed with the run's kernels, and
+# the faster is kept. A timed step begins with an update that is left out, so that gathers after it count: under the
+# passes, or before them.
+#
+# Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs), torch/cuda/graphs.py; NCCL's user guide
+# (Using NCCL with CUDA graphs); ProcessGroupNCCL keeps captured collectives from its watchdog (pytorch pull request
+# 102542), so that a rank that hangs in a replay is found by ``training/signals.py``.
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ _CHUNK = 1 << 24  # elements of a gradient whose bits are summed at a time
 
 
 class StepNumbers(NamedTuple):
-    """Numbers that differ between steps, in the order in which graphs have them on the device."""
+    """Numbers that differ between steps, in the order of the device."""
 
     step: float
     scale: float
@@ -67,14 +68,14 @@ class StepNumbers(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """Passes of a step as replays: its summary (``TrainStep.passes``), and what replays the update, if captured."""
+    """A step's summary, and what replays its update, if that was captured."""
 
     summary: Tensor
     update: Callable[[], None] | None
 
 
 class Kind(NamedTuple):
-    """Place of a micro-batch in its step, on which depends what the host does."""
+    """Place of a micro-batch in its step."""
 
     is_first: bool
     is_last: bool
@@ -86,15 +87,7 @@ def kinds(num_micro_batches: int) -> list[Kind]:
 
 
 class CapturedStep:
-    """Graphs of the steps of one shape. Capture is collective, and so is a replay.
-
-    Args:
-        totals: this rank's share (``TrainStep.passes``).
-    Attributes:
-        maker: as given.
-    Raises:
-        RuntimeError: something cannot be captured; nothing has run.
-    """
+    """Graphs of the steps of one shape. Capture and replay are collective."""
 
     def __init__(
         self, step: TrainStep, maker: GraphMaker, micro_batches: Sequence[MicroBatch], totals: Tensor,
@@ -162,11 +155,8 @@ class CapturedStep:
     def replay(
         self, micro_batches: Sequence[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float
     ) -> Replayed:
-        """Replay the passes of a step. Collective.
-
-        Args:
-            weight_decay: of the step; another one than at the capture leaves the update to the host.
-        """
+        """Replay the passes of a step. Collective."""
+        # another weight decay than at the capture leaves the update to the host
         self._step.weights.settle()
         self._static_totals.copy_(totals)
         self._set_numbers(numbers)
@@ -193,27 +183,22 @@ class CapturedStep:
 
 
 def shape_of(micro_batches: Sequence[MicroBatch], totals: Tensor) -> tuple[Any, ...]:
-    """Return what the graphs of a step depend on: the kinds of its micro-batches, sizes and dtypes."""
+    """Return what the graphs of a step depend on."""
     batch = [(name, tuple(t.shape), t.dtype) for name, t in micro_batches[0].items()]
     return tuple(dict.fromkeys(kinds(len(micro_batches)))), tuple(batch), totals.numel()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Outcome of capturing a step on one rank.
+    """Outcome of capturing a step on one rank."""
 
-    Attributes:
-        problem: why replays cannot be used; empty if they can.
-        eager_s, replay_s: seconds of a step; 0 if nothing was timed.
-    """
-
-    problem: str = ""
-    eager_s: float = 0.0
+    problem: str = ""  # why replays cannot be used; empty if they can
+    eager_s: float = 0.0  # seconds of a step; 0 if nothing was timed
     replay_s: float = 0.0
 
 
 def decide(trials: Sequence[Trial]) -> tuple[bool, str]:
-    """Return whether replays are used, given the trials of all ranks, and why, in words."""
+    """Return whether replays are used, given the trials of all ranks, and why."""
     for rank, trial in enumerate(trials):
         if trial.problem:
             return False, trial.problem if len(trials) == 1 else f"rank {rank}: {trial.problem}"
@@ -228,10 +213,9 @@ class StepGraphs:
     """Captured steps of a run: when to capture, and whether to use it.
 
     Args:
-        step: the run's step; its passes are tried with it, which leaves gradients of no account behind.
         mode: auto: replays are compared with eager steps; on: an error if a capture fails.
-        is_eager: returns whether a step, by its number, is to run eagerly: what records it sees nothing of a replay.
-        kept: the choice of the run before a resume; None: there is none.
+        is_eager: returns whether a step, by its number, is to run eagerly, for what records it.
+        kept: the choice of the run before a resume.
     """
 
     def __init__(
@@ -252,21 +236,13 @@ class StepGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool of the graphs that are in use; 0: there are none."""
         return 0 if self._captured is None else self._captured.maker.num_bytes
 
     def replay(
         self, micro_batches: list[MicroBatch], totals: Tensor, step: int, lr: float, decoupled_lr: float | None,
         weight_decay: float,
     ) -> Replayed | None:  # fmt: skip
-        """Replay the passes of a step; None: it is to run eagerly. Collective.
-
-        Args:
-            micro_batches, totals, step: as of ``TrainStep.passes``.
-            lr, decoupled_lr, weight_decay: as of ``TrainStep.run``.
-        Raises:
-            ConfigError: with ``on``, the capture failed on some rank.
-        """
+        """Replay the passes of a step; None: it is to run eagerly. Collective."""
         scale, update = self._step.scaler.scale, self._step.optimizer.num_updates + 1
         numbers = StepNumbers(step, scale, lr, lr if decoupled_lr is None else decoupled_lr, update)
         recorder = self._step.recorder
@@ -325,10 +301,7 @@ class StepGraphs:
     def _try(
         self, micro_batches: list[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float
     ) -> tuple[CapturedStep | None, Trial]:  # fmt: skip
-        """Compare replays with eager passes, and time both.
-
-        Collective: each part begins when all ranks are through the one before.
-        """
+        # compare replays with eager passes, and time both. Collective: all are through a part before the next begins
         number, optimizer = int(numbers.step), self._step.optimizer
 
         def eagerly() -> Tensor:
@@ -405,7 +378,7 @@ class StepGraphs:
 
 
 def digest(x: Tensor) -> Tensor:
-    """Return an int64 scalar of a tensor's bits and places; with one digest two are equal, but for 2^-64."""
+    # int64 scalar of a tensor's bits and places; with one digest two are equal, but for 2^-64
     bits = x.detach().reshape(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for part in bits.split(_CHUNK):
@@ -441,11 +414,7 @@ def deterministic_kernels(step: TrainStep) -> Iterator[None]:
 
 
 def why_not_captured(config: Config, device_type: str, *, is_own: bool) -> list[Obstacle]:
-    """Return why the steps of a run cannot be captured; empty if they can.
-
-    Args:
-        is_own: False for a model from elsewhere.
-    """
+    """Return why the steps of a run cannot be captured; empty if they can."""
     lacks = obstacles(config)
     if not is_own:
         lacks.append(Obstacle("what a model from elsewhere reads on the host is not known", "train one of ours"))
@@ -455,18 +424,14 @@ def why_not_captured(config: Config, device_type: str, *, is_own: bool) -> list[
 
 
 def require_captured(config: Config, *, is_own: bool) -> None:
-    """Check that --cuda-graphs on can be had, before any rank waits for another.
-
-    Raises:
-        ConfigError: it cannot, with every reason.
-    """
+    """Raise ConfigError, with every reason, if --cuda-graphs on cannot be had."""
     if config.kernels.cuda_graphs == "on" and not config.parallel.verify_parallelism and not config.batch.skip_train:
         lacks = why_not_captured(config, "cuda" if torch.cuda.is_available() else "cpu", is_own=is_own)
         raise_all([violation(lack) for lack in lacks])
 
 
 def is_profiled(logging: LoggingConfig, begun: int, step: int) -> bool:
-    """Return whether --profile may see a step of a run that began after step ``begun``, its warm-up included."""
+    """Return whether --profile may see a step of a run that began after step ``begun``."""
     if not logging.profile or begun >= logging.profile_step_end:
         return False
     first = max(logging.profile_step_start, begun)

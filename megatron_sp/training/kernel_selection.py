@@ -1,15 +1,14 @@
-"""Choice of a run's kernels (--attention-backend, --fused-kernels), the same on all ranks.
+"""Choice of a run's kernels (--attention-backend, --fused-kernels), the same on all ranks."""
 
-What cannot be had is refused before the first collective.
-
-With several candidates for attention (``ops/attention_choice.py``) each computes forward and backward of one block's
-attention at the run's own shape for about a second in all, in turn within each round; its time is the median over
-rounds of the slowest rank's. A resumed run keeps the kernel of its checkpoint if layout and flag leave it the choice:
-another one would round differently.
-
-With full recomputation the ranks also agree on whether attention's results are kept: with Ulysses, a rank that repeats
-attention would exchange what another does not.
-"""
+# What cannot be had is refused before the first collective.
+#
+# With several candidates for attention (``ops/attention_choice.py``) each computes forward and backward of one
+# block's attention at the run's own shape for about a second in all, in turn within each round; its time is the
+# median over rounds of the slowest rank's. A resumed run keeps the kernel of its checkpoint if layout and flag leave
+# it the choice: another one would round differently.
+#
+# With full recomputation the ranks also agree on whether attention's results are kept: with Ulysses, a rank that
+# repeats attention would exchange what another does not.
 
 from __future__ import annotations
 
@@ -73,11 +72,7 @@ class AttentionChoice:
 
 
 def require_attention(config: Config, launch: Launch, device: torch.device) -> None:
-    """Check a named --attention-backend before any rank waits for another; one process of each host reports it.
-
-    Raises:
-        ConfigError: it cannot be used on this rank.
-    """
+    """Raise ConfigError, once per host, if a named --attention-backend cannot be used."""
     if config.kernels.attention_backend not in NAMED or config.parallel.verify_parallelism:
         return
     try:
@@ -90,14 +85,11 @@ def require_attention(config: Config, launch: Launch, device: torch.device) -> N
 def choose_attention(
     config: Config, groups: ParallelGroups, before: Any = None, *, measure: bool = True
 ) -> AttentionChoice:
-    """Choose the kernel of all ranks. Collective.
+    """Choose the kernel of all ranks. Collective. Raises ConfigError.
 
     Args:
-        before: the checkpoint's kernel, if it has the same layout; None: there is none.
-        measure: time the candidates; else the first is taken, and torch's flash kernel stays its own: a model that
-            is not ours calls SDPA with what has not been tried here.
-    Raises:
-        ConfigError: a requested kernel cannot be used on some rank.
+        before: the checkpoint's kernel, if it has the same layout.
+        measure: time the candidates; else the first is taken.
     """
     choice = _choose(config, groups, before, measure=measure)
     repeated = _why_repeated(choice.kernel.name, config, groups, measure)
@@ -253,11 +245,7 @@ class _Block:
 
 
 def require_fused_kernels(config: Config, launch: Launch, device: torch.device) -> None:
-    """Check --fused-kernels apex or triton before any rank waits for another; one process of each host reports it.
-
-    Raises:
-        ConfigError: they cannot be used on this rank.
-    """
+    """Raise ConfigError, once per host, if --fused-kernels apex or triton cannot be used."""
     if config.kernels.fused_kernels not in ("apex", "triton"):
         return
     model = config.model
@@ -269,18 +257,14 @@ def require_fused_kernels(config: Config, launch: Launch, device: torch.device) 
 
 
 def expects_triton(config: Config, device: torch.device) -> bool:
-    """Return whether this rank finds Triton's kernels usable for a model of ours; other ranks may not."""
+    """Return whether this rank finds Triton's kernels usable for a model of ours."""
     model = config.model
     kernels = _choose_fused(config, device, NormSpec(model.normalization, model.norm_epsilon, model.apply_layernorm_1p))
     return kernels.elementwise is not None and kernels.elementwise.name == "triton"
 
 
 def use_fused_kernels(config: Config, model: nn.Module, groups: ParallelGroups) -> FusedKernels:
-    """Choose the kernels, and set all but AdamW's, which are for the optimizer: that is not built yet. Collective.
-
-    Raises:
-        ConfigError: apex or triton was asked for and cannot be used.
-    """
+    """Choose the kernels, and set all but AdamW's, which are for the optimizer. Collective; raises ConfigError."""
     with all_ranks_agree(groups.control):
         kernels = _choose_fused(config, groups.device, norm_spec_of(model))
     kernels = kernels.agreed(gather_json([(kernel.name, kernel.reason) for kernel in kernels.chosen], groups.control))

@@ -1,10 +1,10 @@
-"""Predicted memory of a run, compared with what is available before it starts, and with what some steps needed.
+"""Predicted memory of a run, compared with what is available before it starts, and with what some steps needed."""
 
-A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be
-another one, without a message. It is refused only for what is certain (``estimate/rough.py :: CERTAIN``); what may be too much is a
-warning, and --allow-oom makes it one in any case. A rough form tells all of that at once. What is compared with
-measurements comes from the program itself, which runs without contents in a child process while training goes on.
-"""
+# A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be
+# another one, without a message. It is refused only for what is certain (``estimate/rough.py :: CERTAIN``); what may
+# be too much is a warning, and --allow-oom makes it one in any case. A rough form tells all of that at once. What is
+# compared with measurements comes from the program itself, which runs without contents in a child process while
+# training goes on.
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ STEPS = 10  # after which prediction and measurement are compared
 
 
 class MemoryEstimate:
-    """Predicted memory of one rank; to be created before the model is built.
-
-    Args:
-        is_own: False for a model from elsewhere, whose activations and exchanges are not known.
-    """
+    """Predicted memory of one rank; to be created before the model is built."""
 
     def __init__(
         self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device,
@@ -66,7 +62,7 @@ class MemoryEstimate:
         self._run: dict[str, int] = {}  # what the child has said
 
     def begin_run(self) -> None:
-        """Run the program without contents in a child process; ``has_run`` tells when it is done."""
+        """Run the program without contents in a child process."""
         if not self.is_own or self._child is not None:
             return
         asked = json.dumps({"config": self._config.to_dict(), "world_size": self._world_size, "kind": self._kind})
@@ -86,7 +82,7 @@ class MemoryEstimate:
                 pipe.write(asked)
 
     def has_run(self) -> bool:
-        """Return whether a run that was begun is over, without waiting for it."""
+        """Return whether a run that was begun is over."""
         child = self._child
         if child is None or child.poll() is None:
             return child is None
@@ -98,17 +94,12 @@ class MemoryEstimate:
         return True
 
     def close(self) -> None:
-        """End a run that is not over."""
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
 
     def warning(self) -> list[str]:
-        """Return log lines if there is too little memory, with suggestions; else an empty list.
-
-        Raises:
-            ConfigError: it certainly does not fit, and --allow-oom is not given.
-        """
+        """Return log lines if there may be too little memory. Raises ConfigError if there certainly is."""
         if not self.is_own:
             return []
         available, whose = self._available()
@@ -126,10 +117,7 @@ class MemoryEstimate:
         return need > available + swap_bytes() // self._local_world_size
 
     def _shortage_of_host(self) -> list[str]:
-        """Return log lines if the host has too little memory for what its GPUs put there.
-
-        Raises ConfigError like ``warning``.
-        """
+        # lines if the host has too little memory for what its GPUs put there; raises like ``warning``
         host, ranks = host_memory_bytes(), self._local_world_size
         # a save goes without its copy
         need = self.memory.host + self.memory.optimizer_host - copy_bytes(self._config, self._world_size)
@@ -149,7 +137,7 @@ class MemoryEstimate:
             raise ConfigError("\n".join([lines[0].removeprefix("warning: "), *lines[1:], f"  {HOW_TO_START}"]))
 
     def explain(self) -> list[str]:
-        """Return lines with a breakdown of a rank's memory and suggestions to lower it, for out-of-memory messages."""
+        """Return lines with a breakdown of a rank's memory and suggestions."""
         if not self.is_own:
             return []
         available = self._available()[0] or 0
@@ -178,11 +166,7 @@ class MemoryEstimate:
         return host // ranks, whose
 
     def spare_host_bytes(self, kept_for_saves: int) -> int | None:
-        """Return the bytes of host memory left to this rank beyond its predicted need; None if unknown.
-
-        Args:
-            kept_for_saves: bytes in the prediction for the copy of a save; they are counted as spare here.
-        """
+        """Return the host memory left to this rank, with what is predicted for saves; None if unknown."""
         host = host_memory_bytes()
         if host is None:
             return None
@@ -193,7 +177,7 @@ class MemoryEstimate:
         return host // self._local_world_size - max(0, to_come)
 
     def record(self, measured: int, step_s: float, reserved: int = 0, graphs: int = 0) -> dict[str, Any]:
-        """Return the record for ``metrics.jsonl``, in bytes and seconds; arguments as of ``line``."""
+        """Return the record for ``metrics.jsonl``, in bytes and seconds."""
         before = self._before if self._kind == "cpu" else 0
         of_gpu = {"reserved_bytes": reserved, "graphs_bytes": graphs} if self._kind == "cuda" else {}
         return {
@@ -202,14 +186,7 @@ class MemoryEstimate:
         }  # fmt: skip
 
     def line(self, measured: int, step_s: float, reserved: int = 0, graphs: int = 0) -> str:
-        """Return a log line that compares the prediction with the measurement.
-
-        Args:
-            measured: peak bytes allocated on the GPU; on a CPU, peak resident bytes.
-            step_s: seconds of a step.
-            reserved: peak bytes that torch has taken of the GPU.
-            graphs: of those, bytes of the pool of captured steps.
-        """
+        """Compare the prediction with what was measured, in bytes and seconds, in a log line."""
         if self._kind == "cuda":
             of_graphs = f", {format_bytes(graphs)} of them for captured steps" if graphs else ""
             found = f"measured {format_bytes(measured)} allocated and {format_bytes(reserved)} reserved{of_graphs}"
@@ -236,11 +213,7 @@ def resident_bytes() -> int:
 
 
 def require_order_fits(config: Config, num_samples: tuple[int, int, int]) -> None:
-    """Check that the order of all samples, which is built in memory, fits into it.
-
-    Raises:
-        ConfigError: it does not, and --allow-oom is not given.
-    """
+    """Raise ConfigError if the order of all samples does not fit into the memory, unless --allow-oom is given."""
     need, host = order_bytes(config, sum(num_samples)), host_memory_bytes()
     if not config.kernels.allow_oom and host is not None and need > host + swap_bytes():
         raise ConfigError(

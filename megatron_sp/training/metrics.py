@@ -1,12 +1,11 @@
-"""Records of a run: always to ``metrics.jsonl``, and to TensorBoard and Weights & Biases on request.
+"""Records of a run: always to ``metrics.jsonl``, and to TensorBoard and Weights & Biases on request."""
 
-Nothing here may stop training: a full or read-only disk costs one warning and the records of that time.
-
-Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: configuration and
-environment), ``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's final results),
-``save``, ``prediction`` (predicted and measured memory) and ``lost_output`` (standard output or error could not be
-written). Floats that a resumed run must reproduce are also stored in hexadecimal (``loss_hex``), which is exact.
-"""
+# Nothing here may stop training: a full or read-only disk costs one warning and the records of that time.
+#
+# Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: configuration and
+# environment), ``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's final results),
+# ``save``, ``prediction`` (predicted and measured memory) and ``lost_output`` (standard output or error could not be
+# written). Floats that a resumed run must reproduce are also stored in hexadecimal (``loss_hex``), which is exact.
 
 from __future__ import annotations
 
@@ -34,11 +33,7 @@ _LEAST_FREE = 64 << 10  # bytes on the disk, below which what another process wr
 
 
 class MetricsLog:
-    """Writer of records; does nothing on ranks other than 0.
-
-    Args:
-        run_dir: folder of ``metrics.jsonl``; records are appended.
-    """
+    """Writer of records to ``run_dir/metrics.jsonl`` and beyond, on rank 0."""
 
     def __init__(self, run_dir: Path, config: LoggingConfig, rank: int, resolved: dict[str, Any]) -> None:
         self._path = run_dir / "metrics.jsonl"
@@ -67,7 +62,7 @@ class MetricsLog:
             self._guard(what, lambda sink=sink: sink(record))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close all logs, the last opened first; failures are warnings."""
+        # the last opened first; failures are warnings
         while self._closers:
             self._guard(*self._closers.pop())
 
@@ -166,11 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 class Console:
-    """Console output of rank 0; other ranks print nothing.
-
-    Args:
-        progress_bar: draw a bar if standard output is a terminal.
-    """
+    """Console output of rank 0."""
 
     def __init__(self, rank: int, progress_bar: bool = True) -> None:
         self._speaks = rank == 0
@@ -179,7 +170,7 @@ class Console:
         self._wants_bar = progress_bar and self._speaks and sys.stdout.isatty()
 
     def line(self, text: str = "") -> None:
-        """Print a line, above the progress bar if there is one. Only rank 0 prints."""
+        """Print a line, above the progress bar if there is one."""
         if not self._speaks:
             return
         if self._bar is not None:
@@ -188,7 +179,7 @@ class Console:
             print(text, flush=True)
 
     def start_progress(self, total: int, done: int) -> None:
-        """Show the progress bar of a run of ``total`` steps, ``done`` of which are complete."""
+        """Show the progress bar of a run."""
         if not self._wants_bar:
             return
         from rich.progress import (
@@ -209,12 +200,10 @@ class Console:
         self._bar.start()
 
     def progress(self, done: int, status: str) -> None:
-        """Move the progress bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, status=status)
 
     def close(self) -> None:
-        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -15,34 +15,20 @@ _FOR_EVER = 10**15  # a step after all changes
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batch sizes of a run.
+    """Batch sizes of a run, for ``dp_size`` ranks."""
 
-    Attributes:
-        micro_batch_size: sequences per forward pass and data-parallel rank.
-        dp_size: number of data-parallel ranks.
-        full: global batch size after ramp-up, or the last of the steps.
-        start, increment, ramp_samples: first batch size, increment and length of the ramp-up; ``ramp_samples`` 0: no
-            ramp-up.
-        steps: (samples, global batch size) pairs, the first of 0 samples: the size of steps that begin after so many
-            samples; none: there are no such steps.
-        eval_size: global batch size of validation and test; None: ``full``.
-    """
-
-    micro_batch_size: int
+    micro_batch_size: int  # sequences per forward pass and data-parallel rank
     dp_size: int
-    full: int
-    start: int = 0
+    full: int  # global batch size after ramp-up, or the last of the steps
+    start: int = 0  # first batch size of the ramp-up
     increment: int = 0
-    ramp_samples: int = 0
-    steps: tuple[tuple[int, int], ...] = ()
-    eval_size: int | None = None
+    ramp_samples: int = 0  # length of the ramp-up; 0: there is none
+    steps: tuple[tuple[int, int], ...] = ()  # (samples, global batch size of steps that begin after so many), from 0 on
+    eval_size: int | None = None  # global batch size of validation and test; None: ``full``
 
     @classmethod
     def from_config(cls, config: BatchConfig, dp_size: int, seq_length: int | None = None) -> BatchPlan:
-        """Create the plan from a ``config`` that has been validated for ``dp_size`` ranks.
-
-        ``seq_length`` makes samples of the tokens in --step-batch-size-schedule.
-        """
+        """Create the plan of a validated configuration."""
         full = config.global_batch_size or config.micro_batch_size * dp_size
         start, increment, ramp_samples = config.rampup_batch_size or (full, 0, 0)
         steps = steps_in_samples(config, seq_length or 1)
@@ -52,16 +38,14 @@ class BatchPlan:
 
     @property
     def evaluation(self) -> int:
-        """Global batch size of validation and test."""
         return self.eval_size or self.full
 
     @property
     def first(self) -> int:
-        """Global batch size of the first step."""
         return self.global_batch_size(0)
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Return the global batch size of the step that begins after ``consumed_samples``."""
+        """Return the batch size of the step after ``consumed_samples``."""
         if self.steps:
             return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1][1]
         if not self._grows(consumed_samples):
@@ -85,11 +69,10 @@ class BatchPlan:
         return -(-(self.steps[later][0] - consumed_samples) // self.steps[later - 1][1])
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank of the step after ``consumed_samples``."""
         return divide(self.global_batch_size(consumed_samples), self.micro_batch_size * self.dp_size)
 
     def samples_after(self, num_steps: int, consumed: int = 0) -> int:
-        """Return the number of samples consumed after ``num_steps`` more steps, beginning at ``consumed``."""
+        """Return the samples consumed after ``num_steps`` more steps."""
         while num_steps > 0:
             same = self._same_size(consumed)
             count = num_steps if same is None else min(same, num_steps)
@@ -99,7 +82,7 @@ class BatchPlan:
     def steps_for_tokens(
         self, tokens: int, length: Callable[[int], int], start: tuple[int, int, int] = (0, 0, 0)
     ) -> int:
-        """Return the number of steps until ``tokens`` are consumed, the last one possibly beyond."""
+        """Return the steps until ``tokens`` are consumed."""
         step, samples, done = start
         while done < tokens:
             size, same = self.global_batch_size(samples), self._same_size(samples)
@@ -112,7 +95,7 @@ class BatchPlan:
         return step - start[0]
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
-        """Return the number of steps from ``consumed`` to at most ``samples``; a last partial batch is dropped."""
+        """Return the steps to at most ``samples``; a last partial batch is dropped."""
         steps = 0
         while (fit := (samples - consumed) // (size := self.global_batch_size(consumed))) > 0:
             same = self._same_size(consumed)

@@ -29,11 +29,9 @@ _END = 2  # skipped steps in a row at the end of a run that are an error: a sing
 
 
 def count_bad_step(run: Run, result: StepResult) -> None:
-    """Count a step that was not finite, and dump it, unless it is an ordinary fp16 overflow. Collective.
-
-    Raises:
-        NumericsError: there were more than --max-bad-steps in a row.
-    """
+    """Count a step that was not finite, and dump it. Collective. Raises NumericsError for too many in a row."""
+    # an ordinary fp16 overflow is none
+    # an ordinary fp16 overflow is none
     context, progress = run.context, run.state.progress
     limit = context.config.precision.max_bad_steps
     if result.updated:
@@ -85,11 +83,8 @@ def dump_bad_step(run: Run, result: StepResult) -> Path:
 
 
 def require_finite_weights(weights: Iterable[Tensor], groups: ParallelGroups, step: int) -> None:
-    """Check that the weights are finite: an update can overflow even if its gradients are finite. Collective.
-
-    Raises:
-        NumericsError: on every rank, if any rank's part has a NaN or an infinity.
-    """
+    """Raise NumericsError on every rank if any rank's weights are not finite. Collective."""
+    # an update can overflow even if its gradients are finite
     finite = []
     for part in weights:
         if part.numel():  # the extremes are NaN if any element is
@@ -104,14 +99,14 @@ def require_finite_weights(weights: Iterable[Tensor], groups: ParallelGroups, st
 
 
 def require_finite_loss(kind: str, loss: float, step: int) -> None:
-    """Raise NumericsError if the mean loss of a validation or test is not finite; the same on every rank."""
+    """Raise NumericsError if the mean loss of a validation or test is not finite."""
     if not math.isfinite(loss):
         what = "Either the weights or a sample are unusable"
         raise NumericsError(f"{kind} at step {step}: the mean loss is {loss}. {what}. {_WAY_OUT}.")
 
 
 def require_sound_end(bad_steps: int, step: int) -> None:
-    """Raise NumericsError if the run ends in a row of at least two non-finite steps; the same on every rank."""
+    """Raise NumericsError if the run ends in a row of non-finite steps."""
     if bad_steps >= _END:
         what = f"the run ends at step {step} with {bad_steps} non-finite steps in a row, all skipped"
         raise NumericsError(f"{what}. {_WAY_OUT}.")

@@ -74,11 +74,9 @@ _TRACED_STEPS = 3
 
 
 class OverlapEntry(NamedTuple):
-    """The collectives of one axis, layer and direction in one step; times in seconds.
+    """The collectives of one axis, layer and direction in one step; times in seconds."""
 
-    ``layer`` is None for embedding and head. With axis pp it is the stage that made the messages; a rank either sends
-    or receives those of a stage and direction.
-    """
+    # layer: None for embedding and head; with axis pp the stage that made the messages
 
     axis: Axis
     layer: int | None
@@ -90,17 +88,11 @@ class OverlapEntry(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Share of the exchange that was hidden, from 0 to 1."""
         return min(1.0, max(0.0, 1.0 - self.exposed / self.exchange)) if self.exchange > 0 else 0.0
 
 
 class OverlapReport:
-    """Recorder of some steps, and their overlap report.
-
-    Args:
-        num_steps: number of steps to record; the first is not counted if there are others.
-        pipeline: that of the run, whose messages are recorded, too; None: the model is not cut.
-    """
+    """Recorder of some steps, the first of which is not counted if there are others, and their overlap report."""
 
     def __init__(
         self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None],
@@ -114,17 +106,11 @@ class OverlapReport:
             pipeline.channels.recorder = self.recorder
 
     def is_due(self, *, last: bool) -> bool:
-        """Return whether to write the report now: enough steps are recorded, or there will be no more.
-
-        The same on every rank.
-        """
+        """Return, alike on every rank, whether enough steps are recorded, or there will be no more."""
         return not self._written and (self.recorder.is_complete or (last and bool(self.recorder.steps)))
 
     def write(self) -> list[OverlapEntry]:
-        """Time the collectives alone; on rank 0 print the table and write trace and picture.
-
-        Collective; returns this rank's rows.
-        """
+        """Time the collectives alone; on rank 0 print the table, write trace and picture. Collective."""
         self._written = True
         recorded = self.recorder.steps
         steps = comparable(recorded)
@@ -238,7 +224,7 @@ def _lines_about_messages(of_ranks: Sequence[int], until_sent: float, under_way:
 
 
 def comparable(steps: list[StepTimes]) -> list[StepTimes]:
-    """Return the steps to evaluate: not the warm-up, and only those with as many collectives as the last."""
+    """Return the steps to evaluate: not the warm-up, and as many collectives as the last."""
     kept = steps[1:] or steps
     return [step for step in kept if len(step.flights) == len(kept[-1].flights)]
 
@@ -246,15 +232,10 @@ def comparable(steps: list[StepTimes]) -> list[StepTimes]:
 def time_alone(
     collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock, ep: Group = SINGLE_RANK
 ) -> list[float]:
-    """Return the seconds of each collective when run alone: the median over rounds. Collective.
-
-    Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another
-    (uneven heads), and all ranks have to take part, so the ranks compare their lists first. Those of one pipeline stage
-    are run beside those of the others, which may have more or fewer layers.
-
-    Raises:
-        RuntimeError: the ranks of a stage ran different numbers of collectives.
-    """
+    """Return the seconds of each collective when run alone: the median over rounds. Collective."""
+    # Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another
+    # (uneven heads), and all ranks have to take part, so the ranks compare their lists first. Those of one pipeline
+    # stage are run beside those of the others, which may have more or fewer layers.
     numbers: dict[Collective, int] = {}
     own_kinds = [numbers.setdefault(what, len(numbers)) for what in collectives]
     everyone = gather_json([groups.pp.rank(), own_kinds], groups.control)
@@ -284,10 +265,7 @@ def time_alone(
 def time_messages(
     messages: Collection[Collective], channels: Channels, groups: ParallelGroups, clock: Clock
 ) -> dict[Collective, float]:
-    """Return the seconds of each message between stages when it is sent alone, as its sender or its receiver sees it.
-
-    Collective.
-    """
+    """Return the seconds of each message between stages when it is sent alone. Collective."""
     line = groups.pp_ranks[0]
     sent = [[*(what.pipe or ()), sum(what.sends), what.dtype] for what in messages if what.op == "send"]
     everyone = gather_json([line, sent], groups.control)
@@ -316,10 +294,7 @@ def time_messages(
 def _time_in_turns(
     turns: Sequence[Collective | None], start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock
 ) -> list[float]:
-    """Return the median seconds of each turn; all ranks have as many, and None where a rank only waits for the others.
-
-    Collective.
-    """
+    # the median seconds of each turn; all ranks have as many, and None where a rank only waits for the others
     seconds_of: list[list[float]] = [[] for _ in turns]
     began = time.monotonic()
     for index in range(1 + _ROUNDS):
@@ -369,11 +344,7 @@ def _start(what: Collective, groups: ParallelGroups, ep: Group, send: Tensor, re
 
 
 def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:
-    """Return one row for each axis, layer and direction, layers in order, embedding and head at the end.
-
-    Args:
-        alone: seconds of each of these collectives when run alone.
-    """
+    """Return one row for each axis, layer and direction."""
     places: dict[tuple[Axis, int | None, Direction], list[int]] = {}
     for index, flight in enumerate(steps[-1].flights):
         places.setdefault((flight.what.axis, flight.layer, flight.direction), []).append(index)
@@ -387,12 +358,7 @@ def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[Overlap
 
 
 def table(rows: Sequence[OverlapEntry], num_steps: int, length: float, shares: Sequence[float]) -> list[str]:
-    """Return the lines of the table.
-
-    Args:
-        num_steps, length: number of steps that the medians are taken over, and median length of a step in seconds.
-        shares: exposed share of the step, for every rank.
-    """
+    """Return the lines of the table."""
     steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
     lines = [f"overlap on rank 0, of one step (median of {steps}, {1e3 * length:.1f} ms):"]
     lines.append("           layer  direction  number     exchange   hidden      exposed   share of step")
@@ -533,11 +499,7 @@ def windows(step: StepTimes) -> list[Window]:
 
 
 def draw_steps(step: StepTimes, path: Path, titles: Mapping[str, str]) -> None:
-    """Write the picture of a step.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the picture of a step. Raises OSError."""
     package = availability.load("matplotlib")
     # not pyplot, which needs a display and keeps global state
     figures = importlib.import_module(f"{package.__name__}.figure")

@@ -1,17 +1,16 @@
-"""When the ranks of a pipeline computed what in a step, and when they would have, waiting for each other alone.
+"""When the ranks of a pipeline computed what in a step, and when they would have, waiting for each other alone."""
 
-    measured   begin and end of each action on each rank (``pipeline.Timeline``), on one time axis
-    planned    the same schedule replayed (``pipeline_replay.py``), each action as long as those of its kind, stage
-               and slice took on average in that step, and messages free
-
-Both have the same work; the measured one is longer by messages, by the host, and by actions that took longer than
-others.
-
-Each rank has times of its own clock since the start of its step. All ranks start together: a step with a pipeline
-begins with a comparison of what they have read (``sequences.py``), and the recorder with its end, at which on a GPU
-nothing is queued (the recorded step before has settled). What is left of a difference is corrected by messages: none
-has arrived before it was sent (``clock_shifts``).
-"""
+# measured   begin and end of each action on each rank (``pipeline.Timeline``), on one time axis
+# planned    the same schedule replayed (``pipeline_replay.py``), each action as long as those of its kind, stage and
+#            slice took on average in that step, and messages free
+#
+# Both have the same work; the measured one is longer by messages, by the host, and by actions that took longer than
+# others.
+#
+# Each rank has times of its own clock since the start of its step. All ranks start together: a step with a pipeline
+# begins with a comparison of what they have read (``sequences.py``), and the recorder with its end, at which on a GPU
+# nothing is queued (the recorded step before has settled). What is left of a difference is corrected by messages:
+# none has arrived before it was sent (``clock_shifts``).
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ from megatron_sp.utils.markup import svg
 
 
 class Box(NamedTuple):
-    """An action with its begin and end, in seconds."""
-
     action: Action
     begin: float
     end: float
@@ -57,7 +54,7 @@ class Timetable:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of a rank in a step, in seconds of its clock since the step began there."""
+    """Times of a rank in a step, in seconds of its own clock."""
 
     actions: list[Box]  # in order
     sent: dict[str, float]  # when each message was sent, by the action that made it
@@ -90,11 +87,8 @@ class RankTimes:
 
 
 def clock_shifts(ranks: Sequence[RankTimes]) -> list[float]:
-    """Return the seconds to add to each rank's times: the least that lets no message arrive before it was sent.
-
-    A message from a rank to the next says that the next one's clock is at most so much behind, a message back at most
-    so much ahead.
-    """
+    """Return the least to add to each rank's times that lets no message arrive before it was sent."""
+    # a message to the next rank says that its clock is at most so much behind, a message back at most so much ahead
     shifts = [0.0]
     for above, below in pairwise(ranks):
         down, up = _delays(above, below), _delays(below, above)
@@ -108,7 +102,7 @@ def _delays(source: RankTimes, target: RankTimes) -> list[float]:
 
 
 def measured(plan: PipelinePlan, ranks: Sequence[RankTimes]) -> Timetable:
-    """Return the timetable that the ranks have measured; backward passes that are one have one box, a B."""
+    """Return the timetable that the ranks have measured."""
     rows = []
     for rank, shift in zip(ranks, clock_shifts(ranks), strict=True):
         row: list[Box] = []
@@ -125,7 +119,7 @@ def measured(plan: PipelinePlan, ranks: Sequence[RankTimes]) -> Timetable:
 
 
 def planned(plan: PipelinePlan, took: Timetable) -> Timetable:
-    """Return the replay of a plan, with the mean times of the actions of a measured timetable."""
+    """Return the replay of a plan, with the mean times of the measured actions."""
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for row in took.rows:
         for (kind, stage, _, part), begin, end in row:
@@ -139,7 +133,7 @@ def planned(plan: PipelinePlan, took: Timetable) -> Timetable:
 
 
 class Waits(NamedTuple):
-    """Seconds that the ranks of a pipeline together waited for messages in a step, before and after they were sent."""
+    """Seconds that ranks waited for messages, before and after they were sent."""
 
     until_sent: float
     under_way: float
@@ -172,7 +166,7 @@ _STYLE = """
 
 
 def summary(planned: Timetable, measured: Timetable) -> str:
-    """Return one line: the time of the passes of a step, that of the replay, their ratio, and the bubbles."""
+    """Return a line: the time of the passes, that of the replay, their ratio, the bubbles."""
     ratio = f"{measured.seconds / planned.seconds:.3f} of " if planned.seconds else ""
     return (
         f"passes of a step {1e3 * measured.seconds:.1f} ms, {ratio}the {1e3 * planned.seconds:.1f} ms of a replay with"
@@ -181,7 +175,7 @@ def summary(planned: Timetable, measured: Timetable) -> str:
 
 
 def text_rows(planned: Timetable, measured: Timetable, columns: int = COLUMNS) -> list[str]:
-    """Return a line for each rank: its planned and its measured row, on the same scale, each of so many characters."""
+    """Return each rank's planned and measured row, of so many characters."""
     longest = max(planned.seconds, measured.seconds)
     kinds = {name[0] for row in planned.rows for name in _names(row)}
     upper, lower = (", ".join(kind for kind in letters if kind in kinds) for letters in ("FBW", "fbw"))
@@ -222,11 +216,8 @@ def _names(row: Sequence[Box]) -> list[str]:
 
 
 def pipeline_svg(planned: Timetable, measured: Timetable, title: str) -> str:
-    """Return the picture as an SVG document: the plan, below it the run, on one time axis.
-
-    It is as wide as the names of half of the boxes need, up to some screens; narrower boxes have their number alone, or
-    nothing. Each box says under the pointer what it is.
-    """
+    """Return the picture as an SVG document: the plan, below it the run, on one time axis."""
+    # as wide as the names of half of the boxes need, up to some screens; narrower boxes have their number or nothing
     longest = max(planned.seconds, measured.seconds)
     scale = _pixels_per_second(planned, longest)
     lanes, ranks = longest * scale, len(planned.rows)

@@ -32,14 +32,9 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """The pipeline of a run: its stages, its schedules, and the groups between neighbours. Collective.
+    """The pipeline of a run: its stages, its schedules, and the groups between neighbours. Collective."""
 
-    Args:
-        layers: number of layers of each stage.
-        num_slices: of each row, with the schedule "slices".
-        costs: times of a layer's passes, from which the order of zbv, and of zb1p with several stages on a rank,
-            follows.
-    """
+    # costs: times of a layer's passes, from which the order of zbv and of zb1p with several stages on a rank follows
 
     def __init__(
         self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1,
@@ -111,14 +106,9 @@ def fault_point(action: Action) -> str:
 
 
 class PipelinedPasses:
-    """Passes of the micro-batches of a step through this rank's stages (implements ``pipeline.StageWork``).
+    """Passes of a step's micro-batches through this rank's stages (a ``pipeline.StageWork``)."""
 
-    Args:
-        hidden: returns the output of a stage (``step.Loss``).
-        loss: returns what is to be differentiated for a micro-batch, on the rank with the last stage.
-        gradients: of the units; None: forward passes alone.
-        faults: injected faults of this step: called with the name of a place; None: there are none.
-    """
+    # gradients None: forward passes alone; faults: called with the name of a place
 
     def __init__(
         self, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch], *,
@@ -171,7 +161,6 @@ class PipelinedPasses:
         run_pipeline(self.plan, self.pipeline.channels, self, timeline, before)
 
     def shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """See ``StageWork``."""
         part, tokens = (action.micro_batch, action.slice), self.micro_batches[action.micro_batch]["tokens"]
         if part not in self._shapes:
             rows = self._model.cut(tokens, self._context(*part)).tp_seq_slice
@@ -179,7 +168,6 @@ class PipelinedPasses:
         return self._shapes[part], self._model.params_dtype, tokens.device
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
-        """See ``StageWork``."""
         self._enter("forward")
         stage, index, trained = self.pipeline.stages[action.stage], action.micro_batch, self.gradients is not None
         context = replace(
@@ -195,7 +183,6 @@ class PipelinedPasses:
         return x
 
     def loss(self, action: Action, y: Tensor) -> Tensor:
-        """See ``StageWork``."""
         self._enter("forward")
         stage, index = self.pipeline.stages[action.stage], action.micro_batch
         context = replace(self._context(index, action.slice), stage=StageInput(stage, y, "head"))
@@ -232,7 +219,6 @@ class PipelinedPasses:
         return [index for index in order if index in self._blocks], sorted(others)
 
     def before_backward(self, action: Action, put_off: Action | None) -> None:
-        """See ``StageWork``."""
         assert self.gradients is not None
         self._enter("backward")
         stage = self.pipeline.stages[action.stage]
@@ -244,7 +230,6 @@ class PipelinedPasses:
         self.gradients.put_off(put_off, blocks)
 
     def after_backward(self, action: Action) -> None:
-        """See ``StageWork``."""
         assert self.gradients is not None
         self.gradients.put_off(None)
         if action.slice == 0:
@@ -254,7 +239,6 @@ class PipelinedPasses:
         self._fault("step.backward")
 
     def weights(self, action: Action) -> None:
-        """See ``StageWork``."""
         assert self.gradients is not None
         blocks, _ = self._units(self.pipeline.stages[action.stage])
         if self.plan.splits:

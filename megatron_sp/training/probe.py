@@ -1,12 +1,12 @@
 """Choice of the overlap mode, and of the sizes of sp and cp, by timing one block's attention on the actual link.
 
-    --sp-overlap-mode auto    the mode of the exchanges of Ulysses
-    --cp-comm-type auto       sp and cp, whose product is --context-parallel-size, each with its fastest mode and kernel
-
-Forward and backward run at the real shape with random weights and a row of one document, the candidates in turn within
-each round, so that a temporary slowdown of the machine affects all of them; the score of a candidate is the median over
-rounds of the slowest rank's time. Collective; all ranks choose alike.
+--sp-overlap-mode auto    the mode of the exchanges of Ulysses
+--cp-comm-type auto       sp and cp, whose product is --context-parallel-size, each with its fastest mode and kernel
 """
+
+# Forward and backward run at the real shape with random weights and a row of one document, the candidates in turn
+# within each round, so that a temporary slowdown of the machine affects all of them; the score of a candidate is the
+# median over rounds of the slowest rank's time. Collective; all ranks choose alike.
 
 from __future__ import annotations
 
@@ -46,11 +46,7 @@ _SECONDS = 20.0  # after which no further round begins
 def choose_overlap(
     config: Config, groups: ParallelGroups, dtype: torch.dtype, kernel: KernelName = "sdpa"
 ) -> tuple[OverlapMode, int, str]:  # fmt: skip
-    """Time all modes with the attention kernel ``kernel`` and choose the fastest. Collective.
-
-    Returns:
-        (mode, number of chunks, a line for the log).
-    """
+    """Time all modes and return the fastest, its chunks, and a line for the log. Collective."""
     choices = candidates(config)
     medians = _medians([_Timer(config, groups, candidate, dtype, kernel) for candidate in choices], groups)
     best = min(range(len(choices)), key=lambda i: medians[i])
@@ -59,13 +55,7 @@ def choose_overlap(
 
 
 def choose_split(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> tuple[int, int, str]:
-    """Time all ways to share the ranks of --context-parallel-size between sp and cp, and choose the fastest.
-
-    Collective.
-
-    Returns:
-        (sp, cp, a line for the log).
-    """
+    """Time all (sp, cp) of --context-parallel-size; return the fastest and a line for the log. Collective."""
     tried: list[tuple[Split, _Timer]] = []
     with ExitStack() as closing:
         for sp, cp in splits(config, groups.world_size):
@@ -87,7 +77,7 @@ def choose_split(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> 
 
 
 def splits(config: Config, world_size: int) -> list[Split]:
-    """Return the sizes of sp and cp whose product is --context-parallel-size and that break no rule."""
+    """Return the (sp, cp) of --context-parallel-size that break no rule."""
     ranks = config.parallel.context_parallel_size
     all_of_them = ((sp, ranks // sp) for sp in range(1, ranks + 1) if ranks % sp == 0)
     return [split for split in all_of_them if not violations(with_split(config, *split), world_size)]
@@ -98,7 +88,7 @@ def words_for_split(split: Split) -> str:
 
 
 def split_from(stored: Any, ranks: int) -> Split | None:
-    """Return the sizes of sp and cp of a stored layout if they are of as many ranks; else None."""
+    """Return (sp, cp) of a stored layout of as many ranks."""
     # older checkpoints do not name cp
     sizes = [stored.get("sp"), stored.get("cp", 1)] if isinstance(stored, dict) else []
     are_sizes = bool(sizes) and all(type(size) is int and size > 0 for size in sizes)
@@ -106,7 +96,7 @@ def split_from(stored: Any, ranks: int) -> Split | None:
 
 
 def choice_from(stored: Any) -> tuple[str, int]:
-    """Return the choice stored in a checkpoint of the same layout; ("auto", 2) if there is none."""
+    """Return the choice stored in a checkpoint; ("auto", 2) if there is none."""
     if isinstance(stored, dict) and stored.get("mode") in ("none", "split-qkv", "chunked"):
         chunks = stored.get("chunks")
         if isinstance(chunks, int) and not isinstance(chunks, bool) and 1 <= chunks <= 1024:
@@ -115,7 +105,7 @@ def choice_from(stored: Any) -> tuple[str, int]:
 
 
 def candidates(config: Config) -> list[Candidate]:
-    """Return the modes that auto may choose from, with their numbers of chunks."""
+    """Return the modes that auto may choose from, with their chunks."""
     assert config.model.num_attention_heads
     parallel = config.parallel
     most = config.model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.sequence_parallel_size

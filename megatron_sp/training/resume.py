@@ -1,8 +1,8 @@
-"""Checks of a resumed run: its learning-rate schedule, its training data and its model must be those of the checkpoint.
+"""Checks of a resumed run: its learning-rate schedule, its data and its model must be those of the checkpoint."""
 
-The first two would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The
-tokenizer is checked in ``training/run_tokenizer.py``. A dry run checks the model, too, so torch is not imported here.
-"""
+# The first two would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The
+# tokenizer is checked in ``training/run_tokenizer.py``. A dry run checks the model, too, so torch is not imported
+# here.
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 
 
 def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule: LRSchedule) -> LRSchedule:
-    """Return the learning-rate schedule with which a run goes on.
-
-    Args:
-        stored: ``state.json`` of the checkpoint.
-    Raises:
-        ConfigError: the two differ, and no flag says which one counts.
-        CheckpointError: the stored one is invalid.
-    """
+    """Return the learning-rate schedule with which a run goes on. Raises ConfigError, CheckpointError."""
     old, new = stored.get("schedule"), schedule.state()
     if optimizer.use_checkpoint_opt_param_scheduler and isinstance(old, dict):
         try:
@@ -62,18 +55,9 @@ def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule
 def resume_samples(
     stored: dict[str, Any], datasets: Datasets, config: Config, group: Group, tell: Callable[[str], None]
 ) -> SampleHistory:  # fmt: skip
-    """Check that the training data are those of the checkpoint, by reading the samples of its last steps again.
+    """Read the samples of the checkpoint's last steps again, and return them as the history. Collective.
 
-    Collective.
-
-    Args:
-        stored: ``state.json`` of the checkpoint.
-    Returns:
-        History of those samples; empty if the checkpoint has none, or the data differ and --accept-data-change is
-        given.
-    Raises:
-        DataError: the data differ, without --accept-data-change.
-        CheckpointError: the stored history is invalid.
+    Raises DataError if the data differ, without --accept-data-change.
     """
     from megatron_sp.training.sample_history import SampleHistory
 
@@ -171,16 +155,9 @@ _OF_ROTARY = {"rotary_base", "rotary_percent", "rotary_seq_len_interpolation_fac
 
 
 def take_model(stored: dict[str, Any] | None, config: Config, world_size: int) -> bool:
-    """Settle the model of a run that was told --use-checkpoint-args, and check what could not be checked without it.
+    """Settle the model of a run with --use-checkpoint-args; return whether the checkpoint's tokenizer is taken.
 
-    Args:
-        stored: ``state.json`` of the checkpoint; None: there is none yet, so that the flags alone say what is trained.
-    Returns:
-        True if the checkpoint's tokenizer is taken, too; its paths are still those of the training
-        (``run_tokenizer.find_tokenizer``).
-    Raises:
-        ConfigError: a flag says something else than the checkpoint, or a rule is violated.
-        CheckpointError: the stored configuration cannot be used.
+    Raises ConfigError for a flag that says something else, or a rule violated; CheckpointError.
     """
     takes_tokenizer = False if stored is None else adopt_checkpoint_args(stored, config)
     config.model_is_settled = True
@@ -189,10 +166,7 @@ def take_model(stored: dict[str, Any] | None, config: Config, world_size: int) -
 
 
 def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
-    """Take from the checkpoint what no flag says of the model, and the tokenizer if no flag names one.
-
-    As ``take_model``.
-    """
+    """Take from the checkpoint what no flag says of model and tokenizer."""
     old = stored_configuration(stored)[0].model
     said = {name: getattr(config.model, name) for name in vars(old) if config.says("model", name)}
     old.vocab_size = old.vocab_size or said.get("vocab_size")
@@ -246,11 +220,8 @@ _OF_TABLE = (
 
 
 def keep_gelu(stored: dict[str, Any], config: Config) -> list[str]:
-    """Take the kinds of GELU from the checkpoint where no flag says which: once the defaults were not Megatron's.
-
-    Returns:
-        A line for each that a new training would have otherwise.
-    """
+    """Take the kinds of GELU from the checkpoint where no flag says which; return a line for each."""
+    # once the defaults were not Megatron's
     old, model, lines = stored_configuration(stored, normalize=True)[0].model, config.model, list[str]()
     of_mlp, of_head = (
         config.says("model", name) or name in config.preset_fields
@@ -269,11 +240,8 @@ def keep_gelu(stored: dict[str, Any], config: Config) -> list[str]:
 
 
 def keep_null_vocabulary(stored: dict[str, Any], config: Config) -> list[str]:
-    """Take the vocabulary of a NullTokenizer from a checkpoint of when --vocab-size counted the end of documents, too.
-
-    Returns:
-        A line about it, if it is so.
-    """
+    """Take the vocabulary of a NullTokenizer from an old checkpoint; return a line about it."""
+    # --vocab-size counted the end of documents, too
     old, size = stored_configuration(stored)[0], config.model.vocab_size or 0
     if not config.adds_null_end or old.data.tokenizer_type != "NullTokenizer" or old.model.vocab_size != size - 1:
         return []
@@ -285,14 +253,9 @@ def keep_null_vocabulary(stored: dict[str, Any], config: Config) -> list[str]:
 
 
 def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> list[str]:
-    """Compare the stored configuration with this one.
+    """Compare the stored configuration with this one; return a line about each harmless difference.
 
-    Args:
-        finetunes: a new run begins with the weights.
-    Returns:
-        A line about each harmless difference, "group.field: old -> new".
-    Raises:
-        CheckpointError: the model is another one; the message lists the differences.
+    Raises CheckpointError, with the differences, if the model is another one.
     """
     old, _ = stored_configuration(stored)
     settle_gelu(old.model)

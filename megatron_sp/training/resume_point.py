@@ -33,19 +33,10 @@ def find_resume_point(
     config: Config, run_dir: Path | None, *, has_checkpoint: Callable[[Path], bool], is_vacant: Callable[[Path], bool],
     attempt: int = 0,
 ) -> ResumePoint:  # fmt: skip
-    """Determine the starting point of a run.
-
-    A resumed run (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and the newest of
-    them: --ckpt-step belongs to --load if that names another run. Scripts name the same folder as --load and --save
-    while it is still empty: their first run starts afresh, but only if nothing in the folder looks like a checkpoint,
-    of this package or of another program.
-
-    Args:
-        run_dir: folder in which this run saves; None: it does not save.
-        is_vacant: like ``find.is_vacant``, the same on every rank.
-    Raises:
-        CheckpointError: the folder holds another run; or a fresh start lacks the model's shape (--use-checkpoint-args).
-    """
+    """Determine the starting point of a run. Raises CheckpointError."""
+    # A resumed run (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and the newest of
+    # them: --ckpt-step belongs to --load if that names another run. Scripts name the same folder as --load and --save
+    # while it is still empty: their first run starts afresh, but only if nothing there looks like any checkpoint.
     checkpoint = config.checkpoint
     load = None if checkpoint.load is None else Path(checkpoint.load)
     own = None if run_dir is None else run_dir.resolve()
@@ -77,24 +68,15 @@ def find_resume_point(
 
 
 def require_own_checkpoint(config: Config) -> None:
-    """Refuse to load another program's checkpoint, before a run folder is created or anything is written into this one.
-
-    Not collective. A run that has checkpoints of its own goes on from those, or is refused later.
-
-    Raises:
-        CheckpointError: --load holds such a checkpoint; the message has the command that converts it.
-    """
+    """Raise CheckpointError, before anything is created, if --load holds another program's checkpoint."""
+    # a run that has checkpoints of its own goes on from those, or is refused later
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is not None and not (save is not None and find.has_steps(Path(save))):
         find.require_own(Path(load), config.checkpoint.ckpt_step)
 
 
 def require_kept_steps(run_dir: Path) -> None:
-    """Check that a run that has saved still has checkpoints: if they are lost, it must not silently start afresh.
-
-    Raises:
-        CheckpointError: run_status.json reports a saved step, but there is no step folder.
-    """
+    """Raise CheckpointError if a run that has saved has no checkpoints: it must not silently start afresh."""
     saved, folder = saved_step(run_dir), run_dir / "checkpoints"
     if saved is not None and not holds_steps(folder):
         what = "holds no step" if folder.is_dir() else "is missing"
@@ -105,14 +87,7 @@ def require_kept_steps(run_dir: Path) -> None:
 
 
 def check_on_paper(config: Config) -> ResumePoint:
-    """Check --load and --save as a run would, but without creating anything or reading files in full.
-
-    Returns:
-        The starting point, with a step folder (or None) as ``source``.
-    Raises:
-        CheckpointError: the checkpoint to load is missing or visibly incomplete; or the saved checkpoints are gone.
-        ConfigError, DiskError: the folder of --save cannot be created, or cannot be written.
-    """
+    """Check --load and --save as a run would, without creating anything or reading files in full."""
     save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     if save is not None:
         _can_be_written(save)

@@ -1,8 +1,7 @@
-"""Routers in a training step: contexts, the passes that count first, and what is reported of the load.
+"""Routers in a training step: contexts, the passes that count first, and what is reported of the load."""
 
-The balance of a step is said in three numbers, over all layers: the largest load of an expert as a multiple of the
-mean, how many experts had no token, and the entropy of the loads as a share of that of even ones.
-"""
+# The balance of a step is said in three numbers, over all layers: the largest load of an expert as a multiple of the
+# mean, how many experts had no token, and the entropy of the loads as a share of that of even ones.
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 def with_routers(
     context: ForwardContext, routers: RouterStep, batch: MicroBatch, replayed: Tensor | None = None
 ) -> ForwardContext:
-    """Return the context of a micro-batch with its routers' part; ``replayed``: see ``RouterStep.micro_batch``."""
     rows, length = batch["tokens"].shape
     return replace(context, routers=routers.micro_batch(rows, length, replayed))
 
@@ -32,10 +30,7 @@ def with_routers(
 def count_first(
     routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]
 ) -> None:
-    """Run the forward pass of each micro-batch, without gradients, if the loads of the whole step must be known before.
-
-    Collective.
-    """
+    """Run forward passes without gradients, if the loads must be known before. Collective."""
     if not routers.counts_first:
         return
     with routers.counting(), torch.no_grad():
@@ -46,15 +41,13 @@ def count_first(
 
 @dataclass(frozen=True)
 class RouterReport:
-    """The routers of a step, all ranks together."""
-
     loads: list[list[int]]  # tokens of each expert, for each layer with experts
     balance: float | None  # balance term, the mean over layers, 1 for even loads; None: there is none
     z: float | None  # z term, the mean over layers; None: there is none
 
     @classmethod
     def of(cls, routers: RouterStep, values: Sequence[float], sequences: float, tokens: float) -> RouterReport:
-        """Make a report of what all ranks have told (``RouterStep.told``), and of the step's sequences and tokens."""
+        """Build the report from all ranks' counters."""
         layers, experts = routers.loads.shape
         by = tokens**2 if routers.spec.kind == "global" else sequences
         loads = [[int(load) for load in values[2 + i * experts : 2 + (i + 1) * experts]] for i in range(layers)]
@@ -63,12 +56,11 @@ class RouterReport:
 
     @property
     def largest(self) -> list[float]:
-        """Largest load of an expert in each layer, as a multiple of the layer's mean."""
+        """Largest load of an expert in each layer, relative to the mean."""
         return [max(layer) * len(layer) / max(1, sum(layer)) for layer in self.loads]
 
     @property
     def idle(self) -> int:
-        """Number of experts without a token, of all layers."""
         return sum(load == 0 for layer in self.loads for load in layer)
 
     @property
@@ -82,7 +74,6 @@ class RouterReport:
         return sum(shares) / len(shares) if shares else 1.0
 
     def record(self) -> dict[str, Any]:
-        """Return the entries of a step's record in ``metrics.jsonl``."""
         largest = self.largest
         return {
             "expert_load_max": max(largest), "experts_idle": self.idle, "expert_entropy": self.evenness,

@@ -94,7 +94,7 @@ class Task:
 
     @property
     def is_own(self) -> bool:
-        """False for a model from elsewhere."""
+        # False for a model from elsewhere
         return not self.torch_dropout
 
 
@@ -192,7 +192,7 @@ class Run:
 
     @property
     def continues_own(self) -> bool:
-        """True if the records in the run folder are this run's own."""
+        # the records in the run folder are this run's own
         return self.origin is not None and self.origin.continues_own
 
 
@@ -269,10 +269,7 @@ def open_checkpointer(context: RunContext) -> Checkpointer:
 
 
 def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | None:
-    """Return the verified checkpoint to start from; None for a fresh start, which is never a fallback. Collective.
-
-    With --use-checkpoint-args the configuration takes the model's shape from it.
-    """
+    """Return the verified checkpoint to start from; None for a fresh start. Collective."""
     config, checkpoint, tell = context.config, context.config.checkpoint, context.console.line
     point = find_resume_point(
         config, context.run_dir, has_checkpoint=checkpointer.has_checkpoint, is_vacant=checkpointer.is_vacant,
@@ -307,14 +304,9 @@ def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | Non
 def build_tokenizer(
     context: RunContext, origin: Origin | None
 ) -> tuple[Tokenizer, dict[str, Any] | None, list[str]]:  # fmt: skip
-    """Build the tokenizer, which sets the vocabulary size, and check it and the model against the checkpoint's.
-
-    With --save rank 0 copies it into the run's folder. Collective.
-
-    Returns:
-        The tokenizer, its record for ``state.json``, and a line about each harmless change of a setting since the
-        checkpoint.
-    """
+    """Build the tokenizer, which sets the vocabulary size, and check it against the checkpoint's. Collective."""
+    # also returns its record for ``state.json``, and a line about each harmless change of a setting
+    # also returns its record for ``state.json``, and a line about each harmless change of a setting
     config, tell = context.config, context.console.line
     changes: list[str] = []
     resumes = origin is not None and not origin.finetunes and not config.batch.skip_train
@@ -340,11 +332,7 @@ def build_tokenizer(
 
 
 def set_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
-    """Set the model's vocabulary size to the tokenizer's, unless the command line gives it.
-
-    Raises:
-        ConfigError: the given size is less than the tokenizer's.
-    """
+    """Set the model's vocabulary size to the tokenizer's, unless a flag gives it. Raises ConfigError."""
     if config.model.vocab_size is None:
         config.model.vocab_size = tokenizer.vocab_size
     elif config.model.vocab_size < tokenizer.vocab_size:
@@ -355,13 +343,7 @@ def set_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
-    """Return the steps to take: from the checkpoint's to --train-iters, or until --train-samples or --train-tokens.
-
-    Raises:
-        CheckpointError: a stored count is not a whole number >= 0.
-        ConfigError: --train-samples is less than one step; a size of --step-batch-size-schedule that is still to come
-            is not whole on these ranks.
-    """
+    """Return the steps to take, up to --train-iters, --train-samples or --train-tokens."""
     batch, length = context.config.batch, context.config.model.seq_length or 1
     batches, start = BatchPlan.from_config(batch, context.groups.dp_size, length), Progress()
     if origin is not None and not origin.finetunes:  # what is consumed stays consumed, whatever the batch size was then
@@ -447,11 +429,7 @@ def _about_whole_set(name: str, samples: int, batch: int) -> str:
 
 
 def choose_split(context: RunContext, origin: Origin | None) -> RunContext:
-    """Resolve --cp-comm-type auto, as in the checkpoint if the same ranks share a sequence there. Collective.
-
-    Returns:
-        The run with the groups of the sizes chosen, which the configuration has then, too.
-    """
+    """Resolve --cp-comm-type auto, as in the checkpoint if the same ranks share a sequence there. Collective."""
     config, groups = context.config, context.groups
     if not config.parallel.measures_split:
         return context
@@ -486,21 +464,14 @@ def _layout_record(context: RunContext) -> dict[str, Any]:
 
 
 def choose_attention(context: RunContext, origin: Origin | None) -> AttentionChoice:
-    """Choose the attention kernel, as in the checkpoint if its layout is the same. Collective.
-
-    Raises:
-        ConfigError: the requested one does not run on some rank.
-    """
+    """Choose the attention kernel, as in the checkpoint if its layout is the same. Collective."""
     before = None if origin is None else origin.layout_like(_layout_record(context)).get("attention")
     measure = not context.task.torch_dropout  # a model of others has attention of its own
     return kernel_selection.choose_attention(context.config, context.groups, before, measure=measure)
 
 
 def choose_layout(context: RunContext, origin: Origin | None, attention: AttentionChoice) -> RunLayout:
-    """Resolve --sp-overlap-mode auto, as in the checkpoint if its layout is the same; build the layers' layout.
-
-    Collective.
-    """
+    """Resolve --sp-overlap-mode auto likewise, and build the layers' layout. Collective."""
     config, groups, parallel = context.config, context.groups, context.config.parallel
     record = _layout_record(context)
     chunks = parallel.sp_head_chunks or 2
@@ -583,11 +554,7 @@ def load_checkpoint(
     context: RunContext, checkpointer: Checkpointer, origin: Origin, plan: StepPlan, data: RunData, parts: StepParts,
     state: TrainState,
 ) -> StepPlan:  # fmt: skip
-    """Load weights, and unless they are finetuned or evaluated only, all else that the run goes on from. Collective.
-
-    Returns:
-        The plan, with the learning-rate schedule that the run goes on with.
-    """
+    """Load what the run goes on from; return the plan with its learning-rate schedule. Collective."""
     from megatron_sp.training.resume import resume_samples, resume_schedule
 
     config, console, stored = context.config, context.console, origin.stored
@@ -640,10 +607,7 @@ def build_step(context: RunContext, layout: RunLayout, parts: StepParts, attenti
 def use_graphs(
     context: RunContext, origin: Origin | None, layout: RunLayout, step: TrainStep, begun: int
 ) -> StepGraphs | None:  # fmt: skip
-    """Let steps be captured where they can be (--cuda-graphs), as in the checkpoint if its layout is the same.
-
-    Returns what captures them; None where they cannot be.
-    """
+    """Let steps be captured where they can be (--cuda-graphs), as in the checkpoint if its layout is the same."""
     config, device, record = context.config, context.groups.device, layout.record
     mode = config.kernels.cuda_graphs
     if mode == "off" or config.batch.skip_train or device.type != "cuda":  # on a CPU nobody expects a graph

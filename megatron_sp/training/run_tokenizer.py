@@ -16,19 +16,9 @@ def find_tokenizer(
     data: DataConfig, stored: dict[str, Any], source: Path, *, goes_on: bool, is_adopted: bool,
     tell: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Point the configuration to the run's own copy of the tokenizer, if it is adopted or its files are missing.
-
-    Args:
-        data: data flags; paths are changed in place.
-        stored: ``state.json`` of the checkpoint ``source``.
-        goes_on: the run is resumed, not only its weights: the flags should name its tokenizer, which ``require_same``
-            checks.
-        is_adopted: no flag names a tokenizer, so the checkpoint's is used (``adopt_checkpoint_args``).
-        tell: called with messages for the user.
-    Raises:
-        DataError: the copy is damaged, or no file of an adopted tokenizer is left.
-        CheckpointError: the tokenizer's record in ``state.json`` is invalid.
-    """
+    """Point the configuration to the run's own copy of the tokenizer, if it is adopted or its files are missing."""
+    # when a run goes on, the flags should name its tokenizer, which ``require_same`` checks
+    # when a run goes on, the flags should name its tokenizer, which ``require_same`` checks
     if not goes_on and not is_adopted:
         return
     record = kept.Record.from_json(stored.get("tokenizer"))
@@ -50,13 +40,7 @@ def find_tokenizer(
 def require_same(
     tokenizer: Tokenizer, stored: dict[str, Any], source: Path, *, accept: bool, tell: Callable[[str], None]
 ) -> None:
-    """Check that a tokenizer is the one of the checkpoint.
-
-    Args:
-        accept: if it is another one, report that and go on.
-    Raises:
-        DataError: it is another one, and ``accept`` is false.
-    """
+    """Raise DataError, or report it, if a tokenizer is not the checkpoint's."""
     record = kept.Record.from_json(stored.get("tokenizer"))
     if record is None or record.fingerprint in (None, tokenizer.fingerprint()):
         return
@@ -84,13 +68,8 @@ def require_same(
 
 
 def keep_for_run(run_dir: Path, data: DataConfig, tokenizer: Tokenizer, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Copy a run's tokenizer into its folder, and return its record for ``state.json``.
-
-    For one process; a full disk is a warning.
-
-    Raises:
-        DataError: an existing copy is damaged.
-    """
+    """Copy a run's tokenizer into its folder, on one process; return its record."""
+    # a full disk is a warning
     try:
         return kept.keep(run_dir, data, tokenizer)._asdict()
     except OSError as error:

@@ -1,10 +1,9 @@
-"""Digests of the last steps' samples, stored in the checkpoint, so that a resume detects data that have changed since.
+"""Digests of the last steps' samples, stored in the checkpoint: a resume detects data that have changed since."""
 
-The fingerprint of a data set is cheap: sizes, lengths, and a few probes of the tokens. It misses data that were
-replaced between the probes. So a checkpoint also holds the digest of every sample of its last steps
-(``data/dataset.py``). A resume reads these samples again, distributed over the ranks, and compares. Layout and batch
-size may differ, since samples are identified by their numbers.
-"""
+# The fingerprint of a data set is cheap: sizes, lengths, and a few probes of the tokens. It misses data that were
+# replaced between the probes. So a checkpoint also holds the digest of every sample of its last steps
+# (``data/dataset.py``). A resume reads these samples again, distributed over the ranks, and compares. Layout and
+# batch size may differ, since samples are identified by their numbers.
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ MAX_SAMPLES = 1 << 17
 
 
 class StepSamples(NamedTuple):
-    """Samples of one step: the number consumed before it, and their digests in the order of the global batch."""
+    """Samples of one step: how many were consumed before it, and their digests in order."""
 
     step: int
     consumed_samples: int
@@ -35,7 +34,7 @@ class StepSamples(NamedTuple):
 
 
 class SampleHistory:
-    """Samples of the last ``KEPT_STEPS`` steps (fewer if batches are huge), the same on every rank."""
+    """Samples of the last steps, the same on every rank."""
 
     def __init__(self, steps: Sequence[StepSamples] = ()) -> None:
         self._steps: deque[StepSamples] = deque(steps, KEPT_STEPS)
@@ -44,19 +43,17 @@ class SampleHistory:
         return sum(len(step.digests) for step in self._steps)
 
     def add(self, step: int, consumed_samples: int, digests: list[int]) -> None:
-        """Add the step that has just been taken."""
         self._steps.append(StepSamples(step, consumed_samples, digests[:MAX_SAMPLES]))
         while len(self) > MAX_SAMPLES:
             self._steps.popleft()
 
     def words(self) -> str:
-        """Return a description of these samples for messages."""
         if not self._steps:
             return "no samples"
         return f"{len(self):,} samples of steps {self._steps[0].step} to {self._steps[-1].step}"
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the steps for ``state.json``, with the digests of a step in base64, 8 characters each."""
+        # digests of a step in base64, 8 characters each
         return [
             {**step._asdict(), "digests": base64.b64encode(to_bytes(step.digests)).decode("ascii")}
             for step in self._steps
@@ -64,17 +61,13 @@ class SampleHistory:
 
     @classmethod
     def from_json(cls, value: Any) -> SampleHistory:
-        """Create the history from the output of ``to_json``. Raises CheckpointError: ``value`` is not such a list."""
+        """Raises CheckpointError."""
         if not isinstance(value, list) or len(value) > KEPT_STEPS:
             raise CheckpointError(f"state.json: samples must be a list of at most {KEPT_STEPS} steps")
         return cls([_step_of(entry) for entry in value])
 
     def first_difference(self, dataset: Dataset, order: Order, seed: int, group: Group | None) -> str | None:
-        """Read all samples again and describe the first that differs; None if there is none. Collective.
-
-        Args:
-            group: group whose ranks share the work; must support CPU tensors. None: a single process.
-        """
+        """Read all samples again and describe the first that differs. Collective over ``group``."""
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         own_difference: tuple[int, str] | None = None
         for place, (step, number, i, wanted) in enumerate(self._samples(len(dataset), order, seed)):

@@ -1,23 +1,24 @@
 """Saves of a run: when they happen, and how their outcome is reported.
 
-    --async-save       copy and go on; hashing, writing and the commit run in a thread (``checkpoint/background.py``)
-    --no-async-save    training waits until the checkpoint is complete
-
-The outcome of a background save is reported at the first step after its end, on every rank. A failure has the same
-effect in both modes: older checkpoints stay, the next save tries again, and the exit code is 6 only if the last save
-fails. Training always waits for the last save of a run and for that on a signal.
-
-With --save-interval auto the interval is the one that minimizes the expected loss of time. A save stops training for C
-seconds; a failure, one in M seconds, costs the steps since the last save. The optimal interval is
-
-    sqrt(2 C M)                                       (Young 1974: C much smaller than M)
-    sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C  (Daly 2006, used here; M for C >= 2M)
-
-C is measured: the time for which the last save blocked the training thread, the maximum over ranks; so is the length of
-a step. M is given (--mean-time-between-failures-hours), or taken from the largest run with published failures. The
-interval is never so short that a background save would still be running at the next, and never longer than an hour.
-Sources: CACM 17(9), 530; Future Generation Computer Systems 22(3), 303; arXiv:2407.21783, section 3.3.4.
+--async-save       copy and go on; hashing, writing and the commit run in a thread (``checkpoint/background.py``)
+--no-async-save    training waits until the checkpoint is complete
 """
+
+# The outcome of a background save is reported at the first step after its end, on every rank. A failure has the same
+# effect in both modes: older checkpoints stay, the next save tries again, and the exit code is 6 only if the last
+# save fails. Training always waits for the last save of a run and for that on a signal.
+#
+# With --save-interval auto the interval is the one that minimizes the expected loss of time. A save stops training
+# for C seconds; a failure, one in M seconds, costs the steps since the last save. The optimal interval is
+#
+#     sqrt(2 C M)                                       (Young 1974: C much smaller than M)
+#     sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C  (Daly 2006, used here; M for C >= 2M)
+#
+# C is measured: the time for which the last save blocked the training thread, the maximum over ranks; so is the
+# length of a step. M is given (--mean-time-between-failures-hours), or taken from the largest run with published
+# failures. The interval is never so short that a background save would still be running at the next, and never longer
+# than an hour. Sources: CACM 17(9), 530; Future Generation Computer Systems 22(3), 303; arXiv:2407.21783, section
+# 3.3.4.
 
 from __future__ import annotations
 
@@ -45,14 +46,7 @@ _KEPT = "older checkpoints are as they were"
 
 
 class Saves:
-    """The checkpoints that a run with --save writes.
-
-    All methods are collective but ``poll``, ``abandon`` and ``close``.
-
-    Attributes:
-        saved_step: step of the last complete checkpoint of this run; -1 if there is none.
-        failed: True if the last save failed.
-    """
+    """The checkpoints that a run with --save writes. Collective but for ``poll``, ``abandon`` and ``close``."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._context = run, run.context
@@ -93,11 +87,10 @@ class Saves:
         return background
 
     def is_due(self) -> bool:
-        """Return whether --save-interval requires a save after the last step."""
         return self._interval.is_due(self._run.state.progress.step)
 
     def save(self) -> None:
-        """Save this step, in the background if that is on; waits for the previous save."""
+        """Save this step, after waiting for the previous save."""
         background, step = self._background, self._run.state.progress.step
         began = time.monotonic()
         if background is None:
@@ -113,10 +106,8 @@ class Saves:
         self._run.reporter.pause_ended()
 
     def save_last(self, if_not: str = _KEPT) -> None:
-        """Save this step, unless it is saved already, and wait until the checkpoint is complete.
-
-        ``if_not``: the consequence of a failure, for the message.
-        """
+        """Save this step, unless it is saved already, and wait for it."""
+        # if_not: the consequence of a failure, for the message
         run = self._run
         began, step = time.monotonic(), run.state.progress.step
         self._finish()
@@ -127,7 +118,7 @@ class Saves:
         run.reporter.pause_ended()
 
     def poll(self) -> None:
-        """Report the outcome of the background save, if it has ended. Call at the beginning of every step."""
+        """Report the outcome of the background save, if it has ended."""
         self._interval.step_begins()
         if self._background is not None:
             self._note_background(self._background.poll())
@@ -138,7 +129,7 @@ class Saves:
             self._note_background(self._background.wait())
 
     def abandon(self) -> None:
-        """Give up a save in progress: a peer is lost, so it cannot complete; ``close`` waits for it only briefly."""
+        # a peer is lost, so the save cannot complete; ``close`` waits for it only briefly
         self._lost = True
 
     def close(self) -> None:
@@ -181,7 +172,7 @@ class Saves:
         return tensors
 
     def _contents(self) -> tuple[dict[str, GlobalTensor], dict[str, Any]]:
-        """Return tensors and ``state.json`` of this step, if its weights are finite. Collective."""
+        # tensors and ``state.json`` of this step, if its weights are finite. Collective
         run = self._run
         require_finite_weights((unit.master for unit in run.state.units), self._context.groups, run.state.progress.step)
         state = run.state.to_json(
@@ -198,7 +189,7 @@ _SPARE = 1.25  # factor on the time of a background save
 
 
 def best_interval_s(stall_s: float, failure_s: float) -> float:
-    """Return the optimal seconds between two saves that cost ``stall_s`` each, with one failure in ``failure_s``."""
+    """Return the optimal seconds between saves that cost ``stall_s``, with a failure in ``failure_s``."""
     ratio = stall_s / (2 * failure_s)
     if ratio >= 1:
         return failure_s
@@ -206,13 +197,7 @@ def best_interval_s(stall_s: float, failure_s: float) -> float:
 
 
 class SaveInterval:
-    """Schedule of saves, the same on every rank.
-
-    Args:
-        stored: ``state()`` from the checkpoint that is resumed; ignored if it is anything else.
-    Attributes:
-        steps: steps between two saves; None without saves, or before the first measurement.
-    """
+    """Schedule of saves, the same on every rank; ``stored`` is ``state()`` from the checkpoint."""
 
     def __init__(
         self, checkpoint: CheckpointConfig, world_size: int, group: Group, start: int, stored: Any = None
@@ -228,7 +213,6 @@ class SaveInterval:
             self.steps = stored["steps"]
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state for ``state.json``; None unless the interval is automatic and known."""
         return {"steps": self.steps, "failure_s": self._failure_s} if self.is_auto and self.steps is not None else None
 
     def step_begins(self) -> None:
@@ -239,20 +223,14 @@ class SaveInterval:
         self._step_began = now
 
     def is_due(self, step: int) -> bool:
-        """Return whether a save is due after ``step``."""
         if self.is_auto:
             return step - self._last >= (self.steps or FIRST_STEPS)
         return self.steps is not None and step % self.steps == 0
 
     def saved(self, step: int, stall_s: float, write_s: float) -> str | None:
-        """Record a save of ``step`` and, with "auto", choose the next interval. Collective with "auto".
-
-        Args:
-            stall_s: seconds for which the save stopped this rank.
-            write_s: seconds that the last background save took; 0 if there was none.
-        Returns:
-            With "auto", a log line if the interval has changed noticeably; else None.
-        """
+        """Record a save and, with "auto", choose the next interval; return a line if it has changed noticeably."""
+        # collective with "auto"
+        # collective with "auto"
         self._last = step
         if not self.is_auto:
             return None

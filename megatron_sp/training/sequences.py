@@ -1,9 +1,8 @@
-"""Sequences that a rank reads: --balance-rows, and the check that ranks which share sequences read the same ones.
+"""Sequences that a rank reads: --balance-rows, and the check that ranks which share sequences read the same ones."""
 
-A cp rank plans by its own mask what others send to it. Ranks with different masks would wait for rows that nobody
-sends, or compute with the wrong ones; so would stages of a pipeline with different lengths or documents. So with
-several cp or pp ranks each step begins with a comparison of a few bytes on the host; the device is not waited for.
-"""
+# A cp rank plans by its own mask what others send to it. Ranks with different masks would wait for rows that nobody
+# sends, or compute with the wrong ones; so would stages of a pipeline with different lengths or documents. So with
+# several cp or pp ranks each step begins with a comparison of a few bytes on the host; the device is not waited for.
 
 from __future__ import annotations
 
@@ -30,13 +29,7 @@ _NOBODY = -(2**62)
 
 
 def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: ParallelGroups) -> None:
-    """Check that all ranks of each data-parallel replica have sequences of the same length, documents and padding.
-
-    Collective. With one cp and one pp rank nothing is planned, and nothing compared.
-
-    Raises:
-        DataError: they have not; on every rank.
-    """
+    """Raise DataError on every rank if ranks of a replica have read different sequences. Collective."""
     if groups.cp.size() == groups.pp.size() == 1:
         return
     digest = hashlib.sha256()
@@ -62,11 +55,7 @@ def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: Parallel
 
 
 def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | None:
-    """Return what deals the rows of ``dataset`` by their attention; None: they are dealt by index.
-
-    Raises:
-        ConfigError: the data set does not know the documents of its rows.
-    """
+    """Return what deals the rows of ``dataset`` by their attention; None: by index. Raises ConfigError."""
     if not config.parallel.balance_rows:
         return None
     if not isinstance(dataset, RowDataset):
@@ -83,11 +72,7 @@ def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | No
 
 
 def warning_about_documents(config: Config, dataset: Dataset | None) -> str | None:
-    """Return a warning if --balance-rows goes by other lengths than those of the documents that attention sees.
-
-    Raises:
-        DataError: a row cannot be read.
-    """
+    """Return a warning if --balance-rows goes by other lengths than attention sees."""
     if not config.parallel.balance_rows or not isinstance(dataset, RowDataset):
         return None
     count = min(_ROWS_LOOKED_AT, len(dataset))

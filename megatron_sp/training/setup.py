@@ -48,10 +48,9 @@ from megatron_sp.utils.run_log import read_status, saved_step
 
 
 class RunStatus:
-    """Status file ``run_status.json`` of a run, for scripts to read after torchrun has ended.
+    """Status file ``run_status.json``, for scripts to read after torchrun has ended."""
 
-    Written by rank 0. Other ranks write failures only, so that the file is right even if rank 0 died.
-    """
+    # other ranks than 0 write failures only, so that the file is right even if rank 0 died
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -64,17 +63,13 @@ class RunStatus:
         self.explain_memory: Callable[[], list[str]] | None = None
 
     def open(self, run_dir: Path) -> None:
-        """Begin to keep the status in a run folder."""
         self.path = run_dir / "run_status.json"
         if (saved := saved_step(run_dir)) is not None:
             self.fields.setdefault("saved_step", saved)  # remains until a newer one is saved
 
     def report(self, error: ReportedError) -> bool:
-        """Write a failure; return False if another rank has told of the same lost one, so that this one need not.
-
-        A lost rank is no news after a failure of another kind either: the file holds the reason of the rank that failed
-        first, which says more.
-        """
+        """Write a failure; return False if another rank has told of the same lost one."""
+        # a lost rank is no news after a failure of another kind: the rank that failed first says more
         if self.path is None:
             return True
         with held_folder(self.path.parent):
@@ -84,10 +79,8 @@ class RunStatus:
         return earlier.get("status") != "failed" or earlier.get("exit_code") != EXIT_PEER
 
     def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
-        """Replace the file; a disk error is only a warning.
-
-        Another rank's failure is not overwritten with "running" by a rank 0 that has not noticed it yet.
-        """
+        """Replace the file; a disk error is only a warning."""
+        # another rank's failure is not overwritten with "running" by a rank 0 that has not noticed it yet
         self.fields.update(fields)
         if self.path is None or (self._rank != 0 and status != "failed"):
             return
@@ -107,10 +100,8 @@ class RunStatus:
             print(f"warning: {self.path} cannot be written: {error}", file=sys.stderr)
 
     def discard(self) -> bool:
-        """Remove the run's folder if it was made up and no run has begun in it; return whether it is gone.
-
-        What this process has not written itself stays, and the folder with it.
-        """
+        """Remove a made-up folder in which no run has begun; return whether it is gone."""
+        # what this process has not written itself stays, and the folder with it
         if not self.is_made_up or self._rank != 0 or self.path is None:
             return False
         folder = self.path.parent
@@ -123,11 +114,7 @@ class RunStatus:
 
 
 def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
-    """Run ``body`` and exit the process with its code (``utils/entry_point.py``); never returns.
-
-    Args:
-        body: does the work and returns the exit code; opens the status once the run folder is known.
-    """
+    """Run ``body``, which returns the exit code, and exit the process with it; never returns."""
     output.survive()
     status = RunStatus(launch.rank)
     held: list[Exception] = []  # until the end: to free its frames would warn about the collectives in flight
@@ -160,16 +147,13 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
 
 
 def _end_launcher() -> None:
-    """Send SIGTERM to torchrun's agent, the parent process: with --max-restarts it would restart a preempted job.
-
-    The agent that received the signal ends anyway; those of other hosts would wait for it in vain.
-    """
+    # SIGTERM to torchrun's agent, the parent: with --max-restarts it would restart a preempted job. The agent that
+    # received the signal ends anyway; those of other hosts would wait for it in vain.
     if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
-    """Return the out-of-memory message: the failed request, the predicted breakdown once it is known, suggestions."""
     message = f"out of memory: {first_words(error)}"
     try:
         lines = [] if status.explain_memory is None else status.explain_memory()
@@ -185,11 +169,7 @@ def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
 
 
 def choose_device(config: Config, launch: Launch) -> torch.device:
-    """Return the device of this rank.
-
-    Raises:
-        ConfigError: --device cuda without a GPU, or several GPUs and more ranks than those.
-    """
+    """Return the device of this rank. Raises ConfigError."""
     choice = config.kernels.device
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() and config.parallel.distributed_backend != "gloo" else "cpu"
@@ -203,11 +183,8 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
 
 
 def set_threads(config: Config, launch: Launch) -> int:
-    """Set the number of threads to this process's share of the host's cores, unless it is configured; return it.
-
-    ``OMP_NUM_THREADS`` counts only for a process that is alone on its host. With several it is ignored, since torchrun
-    sets it to 1 for them, which would leave cores idle.
-    """
+    """Set the number of threads to this process's share of the host's cores, unless it is configured; return it."""
+    # OMP_NUM_THREADS counts for a process that is alone: torchrun sets it to 1 for several, leaving cores idle
     cores = num_cores()
     asked = _number(os.environ.get("OMP_NUM_THREADS", "")) if launch.local_world_size == 1 else 0
     threads = config.kernels.num_threads or asked or max(1, cores // launch.local_world_size)
@@ -222,13 +199,7 @@ def _number(text: str) -> int:
 
 
 def join(config: Config, launch: Launch) -> ParallelGroups:
-    """Choose the device, join the process group and build the layout. Collective.
-
-    Raises:
-        ConfigError: --fused-kernels apex or a named --attention-backend where it cannot be used; two processes with
-            one GPU; an NCCL without --nccl-cta-policy.
-        PeerError: not all ranks joined.
-    """
+    """Choose the device, join the process group and build the layout. Collective. Raises ConfigError, PeerError."""
     device = choose_device(config, launch)
     if device.type == "cpu" and config.parallel.distributed_backend == "nccl":
         config.parallel.distributed_backend = "gloo"
@@ -261,12 +232,7 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
 
 
 def layout_groups(config: Config, device: torch.device, *, check: bool, control: Group | None = None) -> ParallelGroups:
-    """Build the groups of a configuration's layout; torch.distributed must be initialised. Collective.
-
-    Args:
-        check: compare the ranks' calls before each collective.
-        control: see ``ParallelGroups.create``.
-    """
+    """Build a layout's groups. Collective."""
     parallel = config.parallel
     return ParallelGroups.create(
         device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size,
@@ -276,7 +242,7 @@ def layout_groups(config: Config, device: torch.device, *, check: bool, control:
 
 
 def expert_parallel(config: Config, groups: ParallelGroups) -> ExpertParallel:
-    """Make the groups of experts of a layout, if the model has any. Collective."""
+    """Make the groups of experts, if the model has any. Collective."""
     parallel = config.parallel
     if not config.model.has_experts:
         return NO_EP
@@ -296,13 +262,7 @@ def _nccl_options(config: Config) -> NcclOptions:
 
 
 def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:
-    """Return the run folder, created if absent: --save, or a fresh one named after task and time.
-
-    The same on every rank. Collective.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
+    """Return the run folder, created if absent: --save, or a fresh one named after task and time. Collective."""
     fresh = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path = Path(broadcast_json(config.checkpoint.save or fresh, groups.control))
     with all_ranks_agree(groups.control):
@@ -316,12 +276,7 @@ def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:
 
 
 def lock_run_dir(run_dir: Path) -> RunLock:
-    """Take the run's lock; for rank 0 only.
-
-    Raises:
-        LockError: another job writes to the folder.
-        DiskError: the folder cannot be written.
-    """
+    """Take the run's lock, on rank 0. Raises LockError, DiskError."""
     try:
         return RunLock(run_dir, job=os.environ.get("TORCHELASTIC_RUN_ID", ""))
     except OSError as error:

@@ -67,12 +67,8 @@ def counted_by(
     groups: ParallelGroups, num_units: int, own_groups: Mapping[int, Group], tables: Collection[int], *,
     has_experts: bool,
 ) -> tuple[Group, set[int]]:  # fmt: skip
-    """Return ranks that together count each parameter once in the norm, and which of this rank's units others count.
-
-    Args:
-        own_groups, tables: as of ``ShardedModel``.
-        has_experts: of the whole model, for all must sum over the same ranks: also those of a stage without experts.
-    """
+    """Return ranks that together count each parameter once in the norm, and which of this rank's units others count."""
+    # has_experts: of the whole model, for all must sum over the same ranks: also those of a stage without experts
     if not has_experts:
         return groups.pp_tp, set(tables if groups.pp_rank else ())
     # no axis has each of them once: all ranks add up what the first of each kind has
@@ -83,12 +79,7 @@ def build_sharded(
     build_model: Callable[..., nn.Module], config: Config, layout: ParallelContext, groups: ParallelGroups | None,
     device: torch.device, prepare: Callable[[nn.Module, Unit], None] | None = None,
 ) -> ShardedModel:  # fmt: skip
-    """Build a model and move its parameters into flat units.
-
-    Args:
-        build_model: builds the task's model (``run.Task``).
-        groups: process groups; None: this process alone, whatever the configuration says.
-    """
+    """Build a model and move its parameters into flat units, on this process alone without groups."""
     parallel = config.parallel
     zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_cp_sp)
     units: list[FlatUnit] = []
@@ -155,13 +146,12 @@ def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
 
 
 def units_together(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return a model's units that are used at the same time."""
+    """Return a model's units that are used together."""
     together = getattr(model, "units_together", None)  # a model of others has none
     return [] if together is None else together()
 
 
 def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
-    """Return a unit's parameters with their names in the whole model."""
     names: dict[int, Any] = {id(p): n for n, p in model.named_parameters()}
     return [(names[id(p)], p) for p in unit.module.parameters()]
 
@@ -186,13 +176,7 @@ class Fingerprint:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def require_equal(self, groups: ParallelGroups, ep_rank: int = 0) -> None:
-        """Check that ranks with the same tp and pp rank have the same parameters, and experts with the same ep rank.
-
-        Collective.
-
-        Raises:
-            ConfigError: they differ; raised on all ranks, with a rank and a parameter in the message.
-        """
+        """Raise ConfigError on all ranks if those that must have the same parameters do not. Collective."""
         stage = groups.pp_rank
         own_digests = [
             [f"{stage}/{groups.tp_rank}", self.digest()],

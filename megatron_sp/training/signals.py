@@ -1,10 +1,10 @@
-"""Graceful stop on SIGTERM, SIGINT, SIGHUP or a file: all ranks agree on the step, save, and exit with code 75.
+"""Graceful stop on SIGTERM, SIGINT, SIGHUP or a file: all ranks agree on the step, save, and exit with code 75."""
 
-A handler only sets a flag, which is sent with the step's first all_reduce, so that a signal to one rank stops all of
-them after the same step. A second signal (not the same key press forwarded by the launcher) ends this process at once,
-unless that would break off the save, which takes a third one. It does so even while the process is blocked in a
-collective, where Python runs no handlers: the interpreter's C code writes signals to a pipe, which a thread reads.
-"""
+# A handler only sets a flag, which is sent with the step's first all_reduce, so that a signal to one rank stops all
+# of them after the same step. A second signal (not the same key press forwarded by the launcher) ends this process at
+# once, unless that would break off the save, which takes a third one. It does so even while the process is blocked in
+# a collective, where Python runs no handlers: the interpreter's C code writes signals to a pipe, which a thread
+# reads.
 
 from __future__ import annotations
 
@@ -28,17 +28,10 @@ _ECHO_SECONDS = 2.0  # under a launcher a Ctrl-C reaches us from the terminal an
 
 
 class StopSignals:
-    """Signal handlers that set ``requested`` when a stop is requested; active from ``install`` to ``restore``.
+    """Signal handlers that set ``requested`` when a stop is requested; active from ``install`` to ``restore``."""
 
-    Args:
-        launched: True under a launcher that forwards signals: one that follows the first within a moment is then not a
-            second one.
-        speaks: False: another rank, which a terminal's Ctrl-C reaches as well, tells the user.
-
-    Attributes:
-        requested: a stop was requested.
-        saving: the last save is under way; a second signal does not break it off.
-    """
+    # launched: a launcher forwards signals, so one that follows the first within a moment is not a second one;
+    # speaks: False if another rank, which a terminal's Ctrl-C reaches as well, tells the user
 
     def __init__(self, launched: bool = True, speaks: bool = True) -> None:
         self.requested = self.saving = False
@@ -49,7 +42,7 @@ class StopSignals:
         self._pipe: tuple[int, int] | None = None
 
     def install(self) -> None:
-        """Install the handlers. Call from the main thread."""
+        """Install the handlers, from the main thread."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -61,7 +54,6 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Restore the previous handlers; does nothing if none were installed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -103,7 +95,7 @@ class StopSignals:
                     os._exit(128 + number)
 
     def hush(self) -> None:
-        """Say no more: the run ends for a reason of its own, which is told."""
+        """Say no more: the run ends for a reason of its own."""
         self._speaks = False
 
     def _say(self, line: str) -> None:
@@ -112,23 +104,19 @@ class StopSignals:
 
 
 class KillSwitch:
-    """A file (--kill-switch-path) that stops the run when it appears, where signals do not reach it.
-
-    Args:
-        path: the file; None: there is no such switch.
-    """
+    """A file (--kill-switch-path) that stops the run when it appears, where signals do not reach it."""
 
     def __init__(self, path: str | None = None) -> None:
         self._path = path
         self._seen = False
 
     def is_thrown(self) -> bool:
-        """Return whether the file is there, or was before: a stop that has begun is not called off."""
+        """Return whether the file is there, or was: a stop that has begun is not called off."""
         self._seen = self._seen or (self._path is not None and os.path.lexists(self._path))
         return self._seen
 
     def require_unthrown(self) -> None:
-        """Raise a ConfigError if the file is there before the run has begun."""
+        """Raise ConfigError if the file is there before the run."""
         if self.is_thrown():
             raise ConfigError(
                 f"--kill-switch-path {self._path}: the file is there, so nothing starts: remove it, or leave the flag"
@@ -146,15 +134,9 @@ def _forks_are_deaf() -> None:
 
 
 class Watchdog:
-    """Watchdog thread that ends the process with exit code 7 if ``beat`` is not called for ``timeout_s`` seconds.
+    """Ends the process with exit code 7 if ``beat`` is not called for ``timeout_s`` seconds."""
 
-    Args:
-        timeout_s: longest time between two beats; the first may take ``startup_s`` longer.
-    Attributes:
-        locate: called from the watchdog's thread; returns what this rank has of the model, and its place inside of what
-            was said with the last beat, both for messages and empty if there is nothing to be said
-            (``Pipeline.locate``).
-    """
+    # locate: returns, for messages, the stages of this rank and its place in what the last beat announced
 
     def __init__(
         self, timeout_s: float, report: Path, rank: int, on_end: Callable[[str], None] = lambda _: None,
@@ -169,18 +151,17 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, what: str) -> None:
-        """Reset the timeout: progress was made, and ``what`` comes next."""
+        """Reset the timeout; ``what`` comes next."""
         self._what = what
         self._deadline = time.monotonic() + self._timeout_s
 
     @property
     def place(self) -> str:
-        """Step and action, or what else the last beat has announced, for messages."""
+        """Return what the last beat has announced, for messages."""
         _, where = self.locate()
         return f"'{self._what}'" + (f", {where}" if where else "")
 
     def close(self) -> None:
-        """Stop the watching thread and wait for it."""
         self._stop.set()
         self._thread.join()
 

@@ -8,15 +8,15 @@
 
 Nothing is averaged: the loss is divided by the *global* number of loss tokens, so gradients are summed over
 micro-batches and ranks, and a rank without loss tokens is no special case.
-
-What the host learns of a step is one fp64 vector on the device, the *summary*:
-
-    gradient norm | sum of each loss term | count of each term | votes to stop, sequences, tokens | sample digests
-    | router counters
-
-It travels to the host while the update runs: whether that takes place is decided on the device, and again, by the same
-numbers, on the host. Where the host updates (--offload-optimizer, apex), it decides first.
 """
+
+# What the host learns of a step is one fp64 vector on the device, the *summary*:
+#
+#     gradient norm | sum of each loss term | count of each term | votes to stop, sequences, tokens | sample digests
+#     | router counters
+#
+# It travels to the host while the update runs: whether that takes place is decided on the device, and again, by the
+# same numbers, on the host. Where the host updates (--offload-optimizer, apex), it decides first.
 
 from __future__ import annotations
 
@@ -51,17 +51,16 @@ LossFunction = Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | Non
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Move a micro-batch to the device, except for what the host reads, which would cause a sync."""
+    """Move a micro-batch to the device, but for what the host reads: that would cause a sync."""
     on_host = ("documents", "length", "digests", "places")
     return {name: t if name in on_host else t.to(device, non_blocking=True) for name, t in batch.items()}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss terms of a task, as sums and counts: the step divides by the counts of all ranks.
+    """Loss terms of a task, as sums and counts: the step divides by the counts of all ranks."""
 
-    With gradients off, ``sums`` and ``counts`` append the values of ``metrics``, for validation.
-    """
+    # with gradients off, sums and counts append the values of ``metrics``, for validation
 
     names: tuple[str, ...]  # of the terms in the log; the first one is "the loss" of the run
     counts: Callable[[MicroBatch], list[Tensor]]  # divisor of each term's sum, known before any forward pass
@@ -95,7 +94,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The model and what updates it; ``pipeline`` None: the model is not cut into stages."""
+    """The model and what updates it."""
 
     model: nn.Module
     weights: WholeWeights
@@ -107,8 +106,6 @@ class StepParts:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How forward passes are computed; ``seed`` is that of dropout."""
-
     seed: int
     drops: bool  # any dropout rate is above 0
     kernel: KernelName  # of attention
@@ -117,11 +114,9 @@ class StepOptions:
 
 
 class TrainStep:
-    """A training step; ``run`` performs one.
+    """A training step; ``run`` performs one."""
 
-    ``before_update`` is called before the weights change: a copy of them on another stream synchronizes there.
-    ``graphs`` replays captured steps (--cuda-graphs); None: all run eagerly.
-    """
+    # before_update is called before the weights change: a copy of them on another stream synchronizes there
 
     def __init__(
         self, parts: StepParts, loss: Loss, groups: ParallelGroups, options: StepOptions,
@@ -139,16 +134,13 @@ class TrainStep:
         self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False,
         digests: Sequence[Tensor] = (), places: Sequence[Tensor] = (), decoupled_lr: float | None = None,
     ) -> StepResult:  # fmt: skip
-        """Perform step number ``step`` (from 1), which is also a key of dropout. Collective.
+        """Perform step number ``step`` (from 1), a key of dropout. Collective. Raises DataError.
 
         Args:
             decoupled_lr: learning rate of word embeddings and output layer (default: ``lr``).
             stop: this rank wants to stop after the step.
-            digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the
-                global batch.
-            places: places of each micro-batch's samples in the global batch, int64 [b] on the host.
-        Raises:
-            DataError: ranks that share sequences have read different ones.
+            digests: digests of each micro-batch's samples, float64 [b] on the host.
+            places: their places in the global batch, int64 [b] on the host.
         """
         _require_same_sequences(micro_batches, self.groups)
         self.seed(step)
@@ -209,7 +201,7 @@ class TrainStep:
         return result
 
     def seed(self, step: int) -> None:
-        """Seed torch's generator for dropout that draws from it (in kernels, in external models), by seed and step."""
+        # for dropout that draws from torch's generator (in kernels, in external models)
         options = self.options
         if options.drops and (options.torch_dropout or options.kernel != "reference"):
             rank = self.groups.dp_rank if options.torch_dropout else self.groups.rank
@@ -219,10 +211,8 @@ class TrainStep:
     def _local_totals(
         self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor], places: Sequence[Tensor]
     ) -> Tensor:  # fmt: skip
-        """Return this rank's share of [count of each term, votes to stop, sequences, tokens, sample digests], fp64.
-
-        All ranks of a data-parallel replica have the same whole sequences, so only one of them contributes them.
-        """
+        # this rank's share of [count of each term, votes to stop, sequences, tokens, sample digests], fp64; the ranks
+        # of a replica have the same whole sequences, so only one of them contributes them
         counts, is_first = _counts(self.loss, micro_batches), self.groups.is_first_of_replica
         if not is_first:
             counts.zero_()
@@ -235,10 +225,8 @@ class TrainStep:
         return torch.cat([counts, to_device(torch.cat([numbers, by_place]), counts.device)])
 
     def passes(self, micro_batches: list[MicroBatch], totals: Tensor, step: int) -> Tensor:
-        """Run forward and backward of all micro-batches, reduce gradients and losses; return the summary. Collective.
-
-        ``totals``, this rank's share, fp64, becomes the sums over all ranks.
-        """
+        """Run forward and backward, reduce gradients and losses; return the summary. Collective."""
+        # totals, fp64, becomes the sums over all ranks
         handle = all_reduce_async(totals, self.groups.world)
         self.gradients.start_step()
         losses = Losses(len(self.loss.names), totals, handle, self.scaler.scale)
@@ -279,10 +267,9 @@ class TrainStep:
     def micro_batch(
         self, batch: MicroBatch, key: int | Tensor, losses: Losses, step: int, *, is_last: bool, is_only: bool = False
     ) -> None:  # fmt: skip
-        """Run forward and backward of a micro-batch; the last one of a step reduces gradients.
-
-        ``key`` is the number of the step for dropout, which may be a scalar on the device; ``step`` is for faults.
-        """
+        """Run forward and backward of a micro-batch."""
+        # key: the step for dropout, which may be a scalar on the device; step is for faults
+        # key: the step for dropout, which may be a scalar on the device; step is for faults
         if self.recorder is not None:
             self.recorder.enter("forward")
         context = self.context_of(batch, key)
@@ -301,7 +288,6 @@ class TrainStep:
         self.faults.at("step.backward", step)
 
     def context_of(self, batch: MicroBatch, key: int | Tensor) -> ForwardContext:
-        """Return the forward context of a training micro-batch; ``key``: as of ``micro_batch``."""
         options = self.options
         context = micro_batch_context(
             batch, seed=options.seed, step=key, drops=options.drops, kernel=options.kernel, causal=self.loss.causal,
@@ -312,7 +298,7 @@ class TrainStep:
         return replace(context, routers=self.routers.micro_batch(*batch["tokens"].shape))
 
     def loss_of(self, batch: MicroBatch, context: ForwardContext, losses: Losses, step: int) -> Tensor:
-        """Return what is to be differentiated for a micro-batch: the sum of its terms' shares, scaled."""
+        """Return a micro-batch's loss, scaled, to be differentiated."""
         terms = self.loss.sums(self.model, batch, context, self.events)
         if self.faults.poisons("loss", step):
             terms = [term * float("nan") for term in terms]
@@ -320,10 +306,7 @@ class TrainStep:
         return losses.add(terms)
 
     def reduced(self, losses: Losses, scale: float | Tensor, *, poisoned: bool = False) -> Tensor:
-        """Reduce losses and gradients after the last backward pass; return the summary. Collective.
-
-        ``scale`` is the factor of the loss; ``poisoned``: the gradients are to be NaN (fault injection).
-        """
+        """Reduce losses and gradients after the last backward pass; return the summary. Collective."""
         sums, num_terms = losses.finish(), len(self.loss.names)
         if self.groups.tp_rank != 0:  # all tp ranks have the same sums: the first of them contributes them
             sums = torch.zeros_like(sums)
@@ -342,7 +325,7 @@ class TrainStep:
         return torch.cat([norm.to(sums.device).reshape(1), terms, losses.totals, sums[num_terms:]])
 
     def is_left_out(self, summary: Tensor) -> Tensor:
-        """Return whether the update is to be left out, a bool scalar: the norm or the sum of a term is not finite."""
+        """Return, as a bool scalar, whether the norm or the sum of a term is not finite."""
         norm_and_terms = summary[: 1 + len(self.loss.names)]
         return (norm_and_terms - norm_and_terms).any()  # NaN where a number is not finite, which counts as true
 
@@ -352,11 +335,13 @@ class TrainStep:
 
 
 class Losses:
-    """Sums of a step's loss terms on this rank, and the loss of each micro-batch.
+    """Sums of a step's loss terms on this rank."""
 
-    The totals, fp64 [count of each term, ...], travel during the first forward pass: only its backward needs the counts
-    in them. ``is_empty``, bool [terms], is true for a term without tokens on any rank; known once the totals are.
-    """
+    # The totals, fp64 [count of each term, ...], travel during the first forward pass: only its backward needs them.
+    # is_empty, bool [terms]: the term has no token on any rank.
+
+    # The totals, fp64 [count of each term, ...], travel during the first forward pass: only its backward needs them.
+    # is_empty, bool [terms]: the term has no token on any rank.
 
     is_empty: Tensor
 
@@ -366,7 +351,7 @@ class Losses:
         self._inverse_counts: Tensor | None = None
 
     def add(self, terms: list[Tensor]) -> Tensor:
-        """Add a micro-batch's terms; return its loss, in which each term has its share of the step's, scaled."""
+        """Add a micro-batch's terms; return its loss, scaled."""
         inverse_counts = self._wait_for_counts()
         sums = torch.stack([term.detach().double() for term in terms])
         self._sums = sums if self._sums is None else self._sums.add_(sums)
@@ -390,7 +375,7 @@ class Losses:
         return self._inverse_counts
 
     def finish(self) -> Tensor:
-        """Return this rank's sums of the terms, fp64 [terms], and let the totals be read."""
+        """Return the sums, fp64 [terms]."""
         self._wait_for_counts()  # a rank of a pipeline without the head has not
         if self._sums is None:
             self._sums = torch.zeros(self._num_terms, dtype=torch.float64, device=self.totals.device)
@@ -398,7 +383,7 @@ class Losses:
 
 
 class HostCopy:
-    """Asynchronous device-to-host copy; kernels queued later keep running."""
+    """Asynchronous device-to-host copy."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._event = values, None
@@ -438,10 +423,7 @@ def evaluate_batches(
     model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups,
     weights: WholeWeights, pipeline: Pipeline | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return [sums..., counts...] of loss terms and metrics over micro-batches, fp64, to be summed over ranks.
-
-    Without dropout and gradients.
-    """
+    """Return [sums..., counts...] over micro-batches, fp64, to be summed over ranks."""
     _require_same_sequences(micro_batches, groups)
     events = UnitWork(weights, None)
     counts = _counts(loss, micro_batches)

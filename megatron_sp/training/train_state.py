@@ -1,9 +1,8 @@
-"""Training state in a checkpoint, and how it is restored.
+"""Training state in a checkpoint, and how it is restored."""
 
-Tensors are passed to the checkpoint by global name and shape: parameters under their own names, optimizer state as
-``optimizer.{exp_avg,exp_avg_sq,master}.<name>``. Padding rows of the vocabulary exist in memory only. Everything else
-is JSON. There is no random state (``docs/design/001-frame.md``): it follows from seed and step.
-"""
+# Tensors are passed to the checkpoint by global name and shape: parameters under their own names, optimizer state as
+# ``optimizer.{exp_avg,exp_avg_sq,master}.<name>``. Padding rows of the vocabulary exist in memory only. Everything
+# else is JSON. There is no random state (``docs/design/001-frame.md``): it follows from seed and step.
 
 from __future__ import annotations
 
@@ -38,17 +37,10 @@ class Progress:
     skipped_steps: int = 0  # all non-finite steps so far
 
     def to_dict(self) -> dict[str, int]:
-        """Counters for a checkpoint."""
         return dict(vars(self))
 
     def load(self, state: dict[str, Any], next_batch: Callable[[int], int]) -> None:
-        """Load the counts of a checkpoint.
-
-        Args:
-            next_batch: maps consumed samples to the global batch size of the next step.
-        Raises:
-            CheckpointError: a count is not a whole number >= 0.
-        """
+        """Load the counts of a checkpoint. Raises CheckpointError."""
         for key in vars(self):
             value = state.get(key, 0)
             if key == "scheduled_samples" and key not in state:
@@ -76,7 +68,6 @@ class TrainState:
         }
 
     def weights(self) -> dict[str, GlobalTensor]:
-        """Return every parameter once, trainable or frozen."""
         tensors: dict[str, GlobalTensor] = {}
         for unit in self.units:
             tensors |= {slot.name: _of_slot(unit.layout, slot, unit.local_params) for slot in unit.slots}
@@ -88,7 +79,7 @@ class TrainState:
         return tensors | {name: GlobalTensor.whole(buffer) for name, buffer in self._buffers().items()}
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model; of a pipeline, of this rank's stages."""
+        """Return the number of parameters of the whole model, or of this rank's stages."""
         return sum(math.prod(spec.shape) for spec in self.specs.values())
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -113,11 +104,9 @@ class TrainState:
         return tensors
 
     def to_load(self, stored: Collection[str], *, weights_only: bool) -> tuple[dict[str, GlobalTensor], set[str]]:
-        """Return the tensors to load from a checkpoint, and the names of those that may stay unread.
-
-        A 16-bit run takes its master weights from the weights of an fp32 or fp64 checkpoint. An fp32 or fp64 run takes
-        its weights from the master weights of a 16-bit checkpoint, not from their rounding.
-        """
+        """Return the tensors to load, and the names of those that may stay unread."""
+        # A 16-bit run takes its master weights from the weights of an fp32 or fp64 checkpoint; such a run takes its
+        # weights from the master weights of a 16-bit checkpoint, not from their rounding.
         wanted, unread = self.weights(), set[str]()
         if hasattr(self.model, "saved_buffers"):  # of a foreign model a checkpoint of an older version has none
             wanted = {name: t for name, t in wanted.items() if name in stored or name not in self._buffers()}
@@ -136,7 +125,6 @@ class TrainState:
     def to_json(
         self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the part of a checkpoint that is not tensors."""
         return {
             **self.progress.to_dict(), "num_updates": self.optimizer.num_updates if self.optimizer is not None else 0,
             "has_optimizer": self.optimizer is not None and not config.checkpoint.no_save_optim,
@@ -147,17 +135,14 @@ class TrainState:
         }  # fmt: skip
 
     def load_json(self, state: dict[str, Any], start: Progress, *, weights_only: bool) -> None:
-        """Set the progress to ``start``, and unless ``weights_only`` load the update count and the loss scaler.
-
-        Not for --finetune.
-        """
+        """Set the progress, and unless ``weights_only`` the update count and the loss scaler."""
         self.progress = replace(start)
         if self.optimizer is not None and not weights_only:
             self.optimizer.num_updates = int(state["num_updates"])
             self.scaler.load_state(state["loss_scaler"])
 
     def after_load(self, *, weights_only: bool) -> None:
-        """Bring master and model weights into agreement after loading: loaded master weights take precedence."""
+        # loaded master weights take precedence over model weights
         for unit in self.units:
             if weights_only or not unit.is_16_bit:
                 unit.refresh_master()
@@ -166,7 +151,7 @@ class TrainState:
 
 
 def is_ahead(state: dict[str, Any]) -> bool:
-    """Return whether a checkpoint is of an older version, whose learning rate was one step ahead of Megatron's."""
+    """Return whether a checkpoint's learning rate is one step ahead of Megatron's, as in older versions."""
     return "scheduled_samples" not in state and state.get("schedule") is not None
 
 
