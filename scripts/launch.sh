@@ -20,9 +20,9 @@ die() { # CODE TEXT
 }
 number() { [[ "$1" =~ ^[0-9]{1,9}$ ]]; }
 
-mistyped="$(PYTHONPATH="$root" "$python" -c '
+mistyped="$(PYTHONPATH="$root/scripts" "$python" -c '
 import os
-from megatron_sp.commands.recipe_variables import LAUNCHER_NAMES, misspelled
+from recipe_variables import LAUNCHER_NAMES, misspelled
 found = misspelled(os.environ, ("NPROC_PER_NODE", "NNODES", *LAUNCHER_NAMES))
 print("; ".join(f"{name} is unknown: did you mean {meant}?" for name, meant in found.items()))' 2>/dev/null)" || true
 [ -z "$mistyped" ] || die 2 "$mistyped"

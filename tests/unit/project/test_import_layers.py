@@ -52,8 +52,6 @@ TORCH_FREE = (
     "commands/preprocess",
     "commands/preset_table",
     "commands/pretrain",
-    "commands/recipe",
-    "commands/recipe_variables",
     "commands/schedule/options",
     "commands/schedule/train",
     "commands/section_task",

@@ -6,20 +6,24 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
+from support.paths import ROOT
 
 from megatron_sp.commands import cli
-from megatron_sp.commands import recipe as recipes
-from megatron_sp.commands.recipe import ROOT, Recipe, build, check_gpus, describe, main, run
-from megatron_sp.commands.recipe_variables import LAUNCHER_NAMES, NAMES, Variables, misspelled
 from megatron_sp.data.tokenizers.train import train_sentencepiece
 from megatron_sp.planner.dry_run import plan_run
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_duration
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import recipe as recipes
+from recipe import Recipe, build, check_gpus, describe, main, run
+from recipe_variables import LAUNCHER_NAMES, NAMES, Variables, misspelled
 
 GIB = 2**30
 FLAGS = {"preset": "gpt-6.7b", "seq-length": 16384, "bf16": True, "micro-batch-size": 1, "global-batch-size": 16, "lr": "1e-4"}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from megatron_sp.utils.errors import ConfigError
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_sp.utils.errors import ConfigError  # noqa: E402
 
 NAMES = (
     "NPROC_PER_NODE", "NNODES", "TP", "SP", "CP", "PP", "PP_SCHEDULE", "EP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
