@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import NoReturn
 
 
-def enter(command: str, module: str, argv: list[str] | None = None) -> NoReturn:
-    """Run a command's program and exit with its code.
+def enter(command: str, module: str = "cli") -> NoReturn:
+    """Run ``megatron-sp COMMAND`` with the words of this command line, and exit with its code.
 
     Without the package a script says so in one line and exits with code 2: Python looks for imports in this folder, not
     in the repository that it belongs to.
 
     Args:
-        command: the words that select it after ``megatron-sp``.
-        module: the module with its ``main``.
-        argv: the words for ``main`` (default: those of the command line).
+        module: the command's own program in megatron_sp/commands, if it has one.
     """
+    words = [*(command.split() if module == "cli" else []), *sys.argv[1:]]
     try:
-        main = importlib.import_module(module).main
+        main = importlib.import_module(f"megatron_sp.commands.{module}").main
         from megatron_sp.utils.entry_point import run_program
     except ModuleNotFoundError as error:
         if error.name != "megatron_sp":
@@ -31,4 +30,4 @@ def enter(command: str, module: str, argv: list[str] | None = None) -> NoReturn:
             file=sys.stderr,
         )
         sys.exit(2)
-    run_program(lambda: main(argv))
+    run_program(lambda: main(words))

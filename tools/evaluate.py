@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("evaluate", "megatron_sp.commands.evaluate")
+    enter("evaluate", "evaluate")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("fill-mask", "megatron_sp.commands.fill_mask")
+    enter("fill-mask", "fill_mask")

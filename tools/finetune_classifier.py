@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("finetune", "megatron_sp.commands.finetune")
+    enter("finetune", "finetune")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("generate", "megatron_sp.commands.generate")
+    enter("generate", "generate")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("data corpus", "megatron_sp.commands.corpus")
+    enter("data corpus")

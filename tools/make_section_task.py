@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("data section-task", "megatron_sp.commands.section_task")
+    enter("data section-task")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("plot", "megatron_sp.commands.plot")
+    enter("plot", "plot")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("preprocess", "megatron_sp.commands.preprocess")
+    enter("preprocess", "preprocess")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("report", "megatron_sp.commands.report")
+    enter("report", "report")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("serve", "megatron_sp.commands.serve")
+    enter("serve", "serve")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("summarize", "megatron_sp.commands.summarize")
+    enter("summarize", "summarize")

@@ -3,4 +3,4 @@
 from door import enter
 
 if __name__ == "__main__":
-    enter("tokenizer", "megatron_sp.commands.tokenizer")
+    enter("tokenizer", "tokenizer")

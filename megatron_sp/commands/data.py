@@ -1,11 +1,11 @@
-"""``megatron-sp data``: verify, inspect, merge and split ``.bin``/``.idx`` data sets."""
+"""``megatron-sp data``: make, verify, inspect, merge and split data sets (``.bin``/``.idx``, JSONL)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.utils.entry_point import integer
@@ -14,63 +14,69 @@ from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 if TYPE_CHECKING:
     from megatron_sp.data.indexed_dataset import IndexedDataset
 
-_SHOWN_TOKENS = 64
+CORPUS = "Gather Python's language reference and standard library as JSONL, one document each."
+SECTION_TASK = """\
+Write a task to fine-tune on: ``megatron-sp data section-task --corpus corpus.jsonl --output sections``.
+
+The task is to classify a passage by the part of Python's own text that it comes from: one of eight, the language
+reference and packages of the standard library. train.jsonl and valid.jsonl are for megatron-sp finetune --task jsonl;
+all classes have equally many passages.
+"""
 
 
-def add_actions(parser: argparse.ArgumentParser, programs: Mapping[str, str]) -> None:
-    """Add the subcommands; ``programs``: name and description of those with a command line of their own."""
+def add_actions(parser: argparse.ArgumentParser) -> None:
+    """Add a subcommand for each action."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    def action(name: str, run: Callable[[argparse.Namespace], int], text: str, **more: Any) -> Callable[..., Any]:
+        more = {"description": text[0].upper() + text[1:] + ".", **more}
+        command: argparse.ArgumentParser = actions.add_parser(name, help=text, **more)
+        command.set_defaults(run=run)
+        return command.add_argument
 
-    verify = action(
-        "verify",
-        "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents, every token, and every byte by PREFIX.sha256",
-    )
-    verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")
-    verify.add_argument(
-        "--vocab-size",
-        type=integer(2**31 - 1),
-        help="token ids from here on are errors (default: only negative ids are)",
-    )
-    verify.add_argument(
-        "--write-digest", action="store_true", help="write PREFIX.sha256 of the files as they are, if there is none"
-    )
-    verify.set_defaults(run=_verify)
+    prefix = "path without .bin or .idx"
+    # fmt: off
+    add = action("verify", _verify, "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents,"
+                 " every token, and every byte by PREFIX.sha256")
+    add("prefix", nargs="+", metavar="PREFIX", help=prefix)
+    add("--vocab-size", type=integer(2**31 - 1),
+        help="token ids from here on are errors (default: only negative ids are)")
+    add("--write-digest", action="store_true", help="write PREFIX.sha256 of the files as they are, if there is none")
 
-    inspect = action("inspect", "show a data set's sizes, and some documents as token ids or text")
-    inspect.add_argument("prefix", metavar="PREFIX", help="path without .bin or .idx")
-    inspect.add_argument(
-        "--document", type=integer(), nargs="+", default=[], metavar="N", help="documents to show, from 0 on"
-    )
-    inspect.add_argument("--tokens", type=integer(2**31 - 1), default=_SHOWN_TOKENS, metavar="N",
-                         help=f"of each sequence, at most (default: {_SHOWN_TOKENS})")  # fmt: skip
-    inspect.add_argument(
-        "--tokenizer-type", metavar="TYPE", help="show documents as text; as for megatron-sp preprocess"
-    )
-    for flag, text in (("--tokenizer-model", "SentencePiece .model, or tokenizer.json"),
-                       ("--vocab-file", "vocab.txt, or GPT-2's vocab.json"), ("--merge-file", "GPT-2's merges.txt")):  # fmt: skip
-        inspect.add_argument(flag, metavar="FILE", help=text)
-    inspect.add_argument("--json", action="store_true", help="print it as JSON")
-    inspect.set_defaults(run=_inspect)
+    add = action("inspect", _inspect, "show a data set's sizes, and some documents as token ids or text")
+    add("prefix", metavar="PREFIX", help=prefix)
+    add("--document", type=integer(), nargs="+", default=[], metavar="N", help="documents to show, from 0 on")
+    add("--tokens", type=integer(2**31 - 1), default=64, metavar="N", help="of each sequence, at most (default: 64)")
+    add("--tokenizer-type", metavar="TYPE", help="show documents as text; as for megatron-sp preprocess")
+    add("--tokenizer-model", metavar="FILE", help="SentencePiece .model, or tokenizer.json")
+    add("--vocab-file", metavar="FILE", help="vocab.txt, or GPT-2's vocab.json")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add("--json", action="store_true", help="print it as JSON")
 
-    merge = action("merge", "join data sets, one after another, such as the parts that array jobs have made")
-    merge.add_argument(
-        "prefix", nargs="+", metavar="PREFIX", help="in order; names of their files will do: x-*-of-00008.idx"
-    )
-    merge.add_argument("--output", required=True, metavar="PREFIX", help="the new data set")
-    merge.set_defaults(run=_merge)
+    add = action("merge", _merge, "join data sets, one after another, such as the parts that array jobs have made")
+    add("prefix", nargs="+", metavar="PREFIX", help="in order; names of their files will do: x-*-of-00008.idx")
+    add("--output", required=True, metavar="PREFIX", help="the new data set")
 
-    split = action("split", "cut a data set into several of consecutive documents")
-    split.add_argument("prefix", metavar="PREFIX", help="path without .bin or .idx")
-    split.add_argument("--weights", required=True, metavar="A,B,...", help="of the numbers of documents, such as 97,3")
-    split.add_argument(
-        "--output", required=True, nargs="+", metavar="PREFIX", help="the new data sets, one for each weight"
-    )
-    split.set_defaults(run=_split)
-    for name, text in programs.items():
-        actions.add_parser(name, help=text, add_help=False)
+    add = action("split", _split, "cut a data set into several of consecutive documents")
+    add("prefix", metavar="PREFIX", help=prefix)
+    add("--weights", required=True, metavar="A,B,...", help="of the numbers of documents, such as 97,3")
+    add("--output", required=True, nargs="+", metavar="PREFIX", help="the new data sets, one for each weight")
+
+    add = action("corpus", _corpus, "write a JSONL corpus of the text that comes with Python", description=CORPUS)
+    add("--output", required=True, metavar="FILE", help="the JSONL file to write; keys: text, source")
+    add("--max-bytes", type=integer(), metavar="N",
+        help="stop before the document that would make it more than N bytes of text (default: all there is)")
+
+    add = action("section-task", _section_task, "make a classification task from such a corpus",
+                 description=SECTION_TASK, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add("--corpus", required=True, metavar="FILE", help="what megatron-sp data corpus wrote")
+    add("--output", required=True, metavar="FOLDER", help="for train.jsonl and valid.jsonl")
+    add("--classes", type=integer(), default=8, metavar="N", help="the largest ones (default: 8)")
+    add("--train", type=integer(), default=390, metavar="N",
+        help="passages of each class to train on, if the smallest has so many (default: 390)")
+    add("--valid", type=integer(), default=50, metavar="N",
+        help="passages of each class to validate on (default: 50)")
+    # fmt: on
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -80,43 +86,47 @@ def _verify(args: argparse.Namespace) -> int:
     from megatron_sp.data.bert_index import sentence_summary
     from megatron_sp.data.indexed_dataset import IndexedDataset
 
-    code = 0
+    code = EXIT_OK
     for prefix in args.prefix:
         try:
             indexed = IndexedDataset(prefix)
-            hasher = hashlib.sha256()
+            hasher = hashlib.sha256()  # fed with what ``verify`` reads anyway: one pass over the .bin file
             report = indexed.verify(args.vocab_size, hasher)
             digests = {".bin": hasher.hexdigest(), ".idx": digest_file.sha256_of(indexed.idx_path)}
             has_digest = digest_file.compare(indexed.prefix, digests)
             if args.write_digest and not has_digest:
                 digest_file.write(indexed.prefix, digests)
-        except ReportedError as error:
+        except ReportedError as error:  # the other data sets are read, too; the last error gives the exit code
             print(f"{prefix}: {error}", file=sys.stderr)
             code = error.exit_code
             continue
-        ids = f", ids {report.smallest} to {report.largest}" if report.num_tokens else ""
-        counts = (
-            f"{report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens{ids}"
-        )
         named = indexed.prefix + digest_file.SUFFIX
+        counts = f"{report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens"
+        counts += f", ids {report.smallest} to {report.largest}" if report.num_tokens else ""
         print(f"{prefix}: sound: {counts}{f'; every byte is as {named} says' if has_digest else ''}")
-        if not has_digest and args.write_digest:
-            print(f"{prefix}: {named} is written: it describes the files as they are now")
-        elif not has_digest:
-            print(
-                f"{prefix}: there is no {named} to compare the bytes with: --write-digest writes one, of the files as they are"
-            )
-        sentences = sentence_summary(indexed.document_index, indexed.sequence_lengths)
-        if sentences:
+        if not has_digest:
+            hint = "--write-digest writes one, of the files as they are"
+            note = f"there is no {named} to compare the bytes with: {hint}"
+            if args.write_digest:
+                note = f"{named} is written: it describes the files as they are now"
+            print(f"{prefix}: {note}")
+        if sentences := sentence_summary(indexed.document_index, indexed.sequence_lengths):
             print(f"{prefix}: {sentences}")
     return code
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    import numpy as np
+
     from megatron_sp.data.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(args.prefix)
-    facts = _facts(dataset)
+    sizes = np.diff(np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])[dataset.document_index])
+    facts: dict[str, Any] = {"data_set": dataset.prefix, "dtype": dataset.dtype.name, "documents": int(sizes.size)}
+    facts |= {"sequences": len(dataset), "tokens": int(dataset.num_tokens)}
+    if sizes.size:
+        facts |= {"empty_documents": int((sizes == 0).sum()), "shortest_document": int(sizes.min())}
+        facts |= {"median_document": float(np.median(sizes)), "longest_document": int(sizes.max())}
     shown = _documents(dataset, args)
     if args.json:
         print(json.dumps({**facts, "shown": shown}, indent=2, ensure_ascii=False))
@@ -131,41 +141,21 @@ def _inspect(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _facts(dataset: IndexedDataset) -> dict[str, Any]:
-    import numpy as np
-
-    sizes = np.diff(np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])[dataset.document_index])
-    lengths: dict[str, Any] = {}
-    if sizes.size:
-        lengths = {
-            "empty_documents": int((sizes == 0).sum()), "shortest_document": int(sizes.min()),
-            "median_document": float(np.median(sizes)), "longest_document": int(sizes.max()),
-        }  # fmt: skip
-    return {
-        "data_set": dataset.prefix, "dtype": dataset.dtype.name, "documents": int(sizes.size), "sequences": len(dataset),
-        "tokens": int(dataset.num_tokens), **lengths,
-    }  # fmt: skip
-
-
 def _documents(dataset: IndexedDataset, args: argparse.Namespace) -> list[dict[str, Any]]:
     from megatron_sp.config.schema import DataConfig
     from megatron_sp.data.indexed_dataset import document_tokens
     from megatron_sp.data.tokenizers import build_tokenizer
 
-    data = DataConfig(
-        tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file
-    )  # fmt: skip
-    named = any((args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file))
-    tokenizer = build_tokenizer(data, None) if named else None
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    given = {name: getattr(args, name) for name in names}
+    tokenizer = build_tokenizer(DataConfig(**given), None) if any(given.values()) else None
     shown = []
     for number in args.document:
         sequences = []
         for ids in document_tokens(dataset, number):
             few: list[int] = ids[: max(0, args.tokens)]
-            record: dict[str, Any] = {"num_tokens": len(ids), "ids": few}
-            if tokenizer is not None:
-                record["text"] = tokenizer.decode(few)
-            sequences.append(record)
+            text = {} if tokenizer is None else {"text": tokenizer.decode(few)}
+            sequences.append({"num_tokens": len(ids), "ids": few, **text})
         shown.append({"document": number, "sequences": sequences})
     return shown
 
@@ -185,9 +175,30 @@ def _split(args: argparse.Namespace) -> int:
     try:
         weights = [float(word) for word in args.weights.split(",")]
     except ValueError:
-        raise ConfigError(
-            f"--weights {args.weights[:60]}: expected numbers with commas between them, such as 97,3"
-        ) from None
-    for made in split_dataset(args.prefix, weights, args.output):
-        print(summary(made))
+        text = f"--weights {args.weights[:60]}: expected numbers with commas between them, such as 97,3"
+        raise ConfigError(text) from None
+    for report in split_dataset(args.prefix, weights, args.output):
+        print(summary(report))
+    return EXIT_OK
+
+
+def _corpus(args: argparse.Namespace) -> int:
+    from megatron_sp.data.corpus import WANTED_BYTES, write_corpus
+
+    num_documents, num_bytes = write_corpus(args.output, max_bytes=args.max_bytes)
+    print(f"{args.output}: {num_documents} documents, {num_bytes / 1e6:.1f} MB of text")
+    if args.max_bytes is None and num_bytes < WANTED_BYTES:
+        note = "this Python's standard library is not complete; going on with what there is"
+        print(f"note: {WANTED_BYTES / 1e6:.0f} MB were expected: {note}")
+    return EXIT_OK
+
+
+def _section_task(args: argparse.Namespace) -> int:
+    if min(args.train, args.valid) < 1 or args.classes < 2:
+        raise ConfigError("there must be two classes at least, and a passage of each to train and to validate on")
+    from megatron_sp.data.corpus import write_task  # imports numpy, which needs memory
+
+    task = write_task(args.corpus, args.output, args.classes, args.train, args.valid)
+    classes = ", ".join(sorted({section for section, _ in task.train}))
+    print(f"{args.output}: {len(task.train)} passages to train on, {len(task.valid)} to validate on, from {classes}")
     return EXIT_OK

@@ -9,7 +9,6 @@ one took them again), and a dotted line marks the place. Without matplotlib the 
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from megatron_sp.report.charts import sparkline
 from megatron_sp.report.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
 from megatron_sp.utils.command_parser import documented_parser
-from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
+from megatron_sp.utils.errors import EXIT_OK, ConfigError, DiskError
 from megatron_sp.utils.output_file import write_output
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -28,10 +27,52 @@ PANELS = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_
 # Okabe and Ito's colours, which colour-blind readers can tell apart; validation takes the second when there is one run
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#8A8A8A"
+STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY}
+STYLE |= {"svg.fonttype": "none"}  # letters stay letters, which can be searched
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Draw the runs of a command line; return the exit code. Raises ReportedError."""
+    parser = documented_parser(prog, __doc__)
+    add = parser.add_argument
+    # fmt: off
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
+    add("-o", "--output", type=Path, metavar="FILE",
+        help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)")
+    add("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: step)")
+    add("--title", help="default: the run's name")
+    add("--text", action="store_true", help="draw text even where matplotlib is installed")
+    # fmt: on
+    options = parser.parse_args(argv)
+    first: Path = options.runs[0]
+    folder = first if first.is_dir() else first.absolute().parent
+    output: Path = options.output or (folder / "loss.png" if len(options.runs) == 1 else Path("loss.png"))
+    if output.suffix.lower() not in FORMATS:
+        raise ConfigError(f"-o {output}: the name must end in one of {', '.join(FORMATS)}")
+    runs = [read_history(path) for path in options.runs]
+    for run in runs:
+        for note in run.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(summary(run))
+    if not options.text:
+        try:
+            draw(runs, options.x, output, options.title)
+            print(f"drawn to {output}")
+            return EXIT_OK
+        except ImportError:
+            print("note: no picture without matplotlib; `pip install matplotlib` gets it", file=sys.stderr)
+    for run in runs:
+        for kind, key, label in (
+            ("train", "loss", "train loss"), ("valid", "loss", "valid loss"), *(("train", k, t) for k, t in PANELS),
+        ):  # fmt: skip
+            values = [value for value in run.series(kind, key, "step")[1] if math.isfinite(value)]
+            if values:
+                print(f"  {label:14s} {sparkline(values)}  {values[0]:.4g} to {values[-1]:.4g}")
+    return EXIT_OK
 
 
 def summary(run: History) -> str:
-    """Return a line with the run's last step and losses."""
+    # the run's last step and losses, in a line
     parts = [f"{run.name}: step {max([*run.train, *run.valid])}"]
     if run.train:
         last = list(run.train.values())[-1]
@@ -39,47 +80,21 @@ def summary(run: History) -> str:
     if run.valid:
         last = list(run.valid.values())[-1]
         parts.append(f"validation loss {number(last.get('loss')):.4f}")
-        parts += (
-            [f"perplexity {number(last['perplexity']):.2f}"] if "perplexity" in last else []
-        )  # a classifier has none
+        if "perplexity" in last:  # a classifier has none
+            parts.append(f"perplexity {number(last['perplexity']):.2f}")
     if run.resumed:
         parts.append(f"resumed at step {', '.join(map(str, run.resumed))}")
     return ", ".join(parts)
 
 
-def draw_text(runs: list[History]) -> None:
-    for run in runs:
-        for kind, key, label in (
-            ("train", "loss", "train loss"),
-            ("valid", "loss", "valid loss"),
-            *(("train", k, t) for k, t in PANELS),
-        ):
-            values = [v for v in run.series(kind, key, "step")[1] if math.isfinite(v)]
-            if values:
-                print(f"  {label:14s} {sparkline(values)}  {values[0]:.4g} to {values[-1]:.4g}")
-
-
 def draw(runs: list[History], axis: str, output: Path, title: str | None) -> None:
-    """Draw the curves with matplotlib.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        DiskError: the file cannot be written.
-    """
+    # draw with matplotlib; ImportError: there is none
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
-    with pyplot.rc_context(
-        {
-            "font.size": 9,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.edgecolor": GREY,
-            "svg.fonttype": "none",
-        }
-    ):
+    with pyplot.rc_context(STYLE):
         figure = pyplot.figure(figsize=(9, 6.4), layout="constrained")
         grid = figure.add_gridspec(2, len(PANELS), height_ratios=(3, 1))
         main = figure.add_subplot(grid[0, :])
@@ -92,7 +107,7 @@ def draw(runs: list[History], axis: str, output: Path, title: str | None) -> Non
             _mark_resumes([main, *panels], run, axis, colour if len(runs) > 1 else GREY, first=index == 0)
         _decorate(main, panels, axis, title or (f"{runs[0].name}" if len(runs) == 1 else "loss"))
         try:
-            picture = io.BytesIO()
+            picture = io.BytesIO()  # drawn in memory first: a failure leaves no half of a file
             figure.savefig(picture, dpi=160, format=output.suffix[1:].lower())
             write_output(output, picture.getvalue())
         except OSError as error:
@@ -103,32 +118,30 @@ def draw(runs: list[History], axis: str, output: Path, title: str | None) -> Non
 
 def _draw_loss(axes: Any, run: History, axis: str, colour: str, valid_colour: str) -> None:
     x, y = run.series("train", "loss", axis)
-    many = len(y) >= SMOOTHED_FROM
-    if x:
-        axes.plot(
-            x, y, color=colour, linewidth=0.7, alpha=0.3 if many else 1.0, label=None if many else f"{run.name}: train"
-        )
-    if many:
+    if len(y) >= SMOOTHED_FROM:
+        axes.plot(x, y, color=colour, linewidth=0.7, alpha=0.3)
         axes.plot(x, smoothed(y), color=colour, linewidth=1.3, label=f"{run.name}: train (running mean)")
+    elif x:
+        axes.plot(x, y, color=colour, linewidth=0.7, label=f"{run.name}: train")
     if run.valid:
         last = list(run.valid.values())[-1]
         label = f"{run.name}: validation, last {number(last.get('loss')):.3f}"
         label += f" (perplexity {number(last['perplexity']):.4g})" if "perplexity" in last else ""
-        x, y = run.series("valid", "loss", axis)
-        axes.plot(x, y, color=valid_colour, marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8, linewidth=1.0,
-                  linestyle=(0, (4, 2)), zorder=3, label=label)  # fmt: skip
+        marks = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
+        line = {"color": valid_colour, "linewidth": 1.0, "linestyle": (0, (4, 2)), "zorder": 3}
+        axes.plot(*run.series("valid", "loss", axis), **line, **marks, label=label)
 
 
 def _mark_resumes(all_axes: list[Any], run: History, axis: str, colour: str, *, first: bool) -> None:
-    for number_, step in enumerate(run.resumed):
-        at = run.train.get(step) or run.valid.get(step) or {"step": step, "minutes": _minutes_at(run, step)}
+    label = "resumed" if first else None  # in the legend once
+    for step in run.resumed:
+        record = run.train.get(step) or run.valid.get(step)
+        if not record:  # nothing was logged at this step: the time of the last record before it
+            minutes = [r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step]
+            record = {"step": step, "minutes": max(minutes, default=0.0)}
         for axes in all_axes:
-            label = "resumed" if first and number_ == 0 and axes is all_axes[0] else None
-            axes.axvline(run.x_of(at, axis), color=colour, linewidth=0.9, linestyle=":", zorder=0, label=label)
-
-
-def _minutes_at(run: History, step: int) -> float:
-    return max((r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step), default=0.0)
+            axes.axvline(run.x_of(record, axis), color=colour, linewidth=0.9, linestyle=":", zorder=0, label=label)
+            label = None
 
 
 def _decorate(main: Any, panels: list[Any], axis: str, title: str) -> None:
@@ -152,58 +165,8 @@ def _decorate(main: Any, panels: list[Any], axis: str, title: str) -> None:
 
 
 def _short(value: float) -> str:
-    # a number in short form: 3200000 -> 3.2M
+    # 3200000 -> 3.2M
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
     return f"{value:.4g}"
-
-
-def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = documented_parser(prog, __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)",
-    )
-    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: step)")
-    parser.add_argument("--title", help="default: the run's name")
-    parser.add_argument("--text", action="store_true", help="draw text even where matplotlib is installed")
-    return parser.parse_args(argv)
-
-
-def run_tool(options: argparse.Namespace) -> None:
-    """Run the tool with parsed options."""
-    first: Path = options.runs[0]
-    folder = first if first.is_dir() else first.absolute().parent
-    output: Path = options.output or (folder / "loss.png" if len(options.runs) == 1 else Path("loss.png"))
-    if output.suffix.lower() not in FORMATS:
-        raise ConfigError(f"-o {output}: the name must end in one of {', '.join(FORMATS)}")
-    runs = [read_history(path) for path in options.runs]
-    for run in runs:
-        for note in run.notes:
-            print(f"note: {note}", file=sys.stderr)
-        print(summary(run))
-    if not options.text:
-        try:
-            draw(runs, options.x, output, options.title)
-            print(f"drawn to {output}")
-            return
-        except ImportError:
-            print("note: no picture without matplotlib; `pip install matplotlib` gets it", file=sys.stderr)
-    draw_text(runs)
-
-
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Draw the metrics of runs; return the exit code."""
-    options = parse(argv, prog)
-    try:
-        run_tool(options)
-    except ReportedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0

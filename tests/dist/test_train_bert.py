@@ -103,9 +103,9 @@ def test_what_it_has_found_is_in_the_summary_and_on_the_page(
 ) -> None:
     run = copy_run(runs("alone"), tmp_path / "run")
     last = records(run, "valid")[-1]
-    from megatron_sp.commands import summarize as tool
+    from megatron_sp.commands.cli import main
 
-    assert tool.main([str(run)]) == 0
+    assert main(["summarize", str(run)]) == 0
     said = capsys.readouterr().out
     files = read_run(run)
     text = page([files], files.records[-1]["time"])

@@ -28,8 +28,8 @@ def test_other_weights_are_found_and_the_exit_code_says_so(tmp_path: Path) -> No
     script = tmp_path / "forgetful.py"
     script.write_text(
         "import sys, time\n"
-        "from megatron_sp.commands.chaos import load\n"
-        "load()\n"
+        "from megatron_sp.commands.cli import load_chaos\n"
+        "load_chaos()\n"
         "from chaos.jobs import train_tiny\n"
         "import os\n"
         "os.environ.pop('RANK', None)\n"

@@ -90,6 +90,7 @@ _SOUND: dict[str, list[str]] = {
         " --hidden-size 256 --num-attention-heads 4 --seq-length 512"
         " --vocab-size 100 --json --global-batch-size 16",
         "data verify DATA --vocab-size 60",
+        "data section-task --corpus JSONL --output OUT --classes 2 --valid 3",
         "presets --json",
         "ckpt ls RUN",
         "ckpt show RUN --json",
@@ -115,7 +116,6 @@ _SOUND: dict[str, list[str]] = {
     "report.py": ["RUN --output OUT.html"],
     "summarize_run.py": ["RUN"],
     "plot_metrics.py": ["RUN --output OUT.png"],
-    "make_section_task.py": ["--corpus JSONL --output OUT --classes 2 --valid 3"],
     "train_tokenizer.py": [
         "--input JSONL --output OUT --vocab-size 300 --sample-bytes 100000",
         "--input JSONL --output OUT --vocab-size 60 --type wordpiece",
@@ -125,7 +125,7 @@ _SOUND: dict[str, list[str]] = {
 MODULES = {
     "generate.py": "generate", "evaluate.py": "evaluate", "fill_mask.py": "fill_mask", "serve.py": "serve",
     "finetune_classifier.py": "finetune", "report.py": "report", "summarize_run.py": "summarize", "plot_metrics.py": "plot",
-    "make_section_task.py": "section_task", "train_tokenizer.py": "tokenizer", "preprocess_data.py": "preprocess",
+    "train_tokenizer.py": "tokenizer", "preprocess_data.py": "preprocess",
 }  # fmt: skip
 _WEIGHTS = {"pretrain_gpt.py": 40, "pretrain_bert.py": 10, "megatron-sp": 25, "train": 10}
 _LAST = (

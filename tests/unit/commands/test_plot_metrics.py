@@ -11,7 +11,7 @@ import pytest
 from support.paths import ROOT
 from support.run_logs import LogWriter
 
-from megatron_sp.commands import plot
+from megatron_sp.commands import cli, plot
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_torn_last_line_and_a_bad_one_are_left_out_and_said(resumed: Path, cap
     lines[2] = "\x00\x00garbage"
     lines[3] = '{"kind": "train", "step": "three"}'
     path.write_text("\n".join(lines) + '{"kind": "train", "step": 11, "lo')
-    assert plot.main([str(resumed), "--text"]) == 0
+    assert cli.main(["plot", str(resumed), "--text"]) == 0
     out, err = capsys.readouterr()
     assert "2 lines are not records and are left out, the first is line 3" in err
     assert "the last line is cut off" in err
@@ -97,7 +97,7 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
         writer.write("train", step, loss=loss)
     values = plot.read_history(tmp_path / "a").series("train", "loss", "step")[1]
     assert values[0] == 1.0 and values[3] == 2.0 and math.isnan(values[1]) and math.isnan(values[2])
-    assert plot.main([str(tmp_path / "a"), "-o", str(tmp_path / "a.png")]) == 0
+    assert cli.main(["plot", str(tmp_path / "a"), "-o", str(tmp_path / "a.png")]) == 0
 
 
 def test_a_smoothed_curve_does_not_lag() -> None:
@@ -113,7 +113,7 @@ def test_pictures(resumed: Path, tmp_path: Path, name: str, axis: str) -> None:
     long = LogWriter(tmp_path / "long")
     long.steps(1, 200, loss=2.0)
     output = tmp_path / name
-    assert plot.main([str(resumed), str(long.folder / "metrics.jsonl"), "-o", str(output), "--x", axis]) == 0
+    assert cli.main(["plot", str(resumed), str(long.folder / "metrics.jsonl"), "-o", str(output), "--x", axis]) == 0
     data = output.read_bytes()
     assert data.startswith(b"\x89PNG") or (
         b"<svg" in data and b"resumed: validation, last 3.500" in data and b"long: train (running mean)" in data
@@ -122,7 +122,7 @@ def test_pictures(resumed: Path, tmp_path: Path, name: str, axis: str) -> None:
 
 def test_the_default_is_a_picture_in_the_run_folder(resumed: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert plot.main([str(resumed)]) == 0
+    assert cli.main(["plot", str(resumed)]) == 0
     assert (resumed / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -130,7 +130,7 @@ def test_without_matplotlib_there_is_text_and_a_hint(
     resumed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plot.main([str(resumed)]) == 0
+    assert cli.main(["plot", str(resumed)]) == 0
     out, err = capsys.readouterr()
     assert "pip install matplotlib" in err and "train loss" in out and "█" in out
     assert not (resumed / "loss.png").exists()
@@ -153,13 +153,13 @@ def test_mistakes(
         pytest.importorskip("matplotlib")
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert plot.main([str(tmp_path), *arguments]) == code
+    assert cli.main(["plot", str(tmp_path), *arguments]) == code
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
 
 
 def test_a_run_that_does_not_exist_is_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot.main([str(tmp_path / "absent")]) == 4
+    assert cli.main(["plot", str(tmp_path / "absent")]) == 4
     assert "absent cannot be read" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-from megatron_sp.commands.preprocess import main
+from megatron_sp.commands import cli
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data import preprocess as module
 from megatron_sp.data import text_input
@@ -85,7 +85,21 @@ def test_documents_begin_with_bos_where_the_tokenizers_own_texts_do(tmp_path: Pa
     with pytest.raises(ConfigError, match="--bos: the tokenizer has no token that begins a text"):
         run(tmp_path, path, bos=True)
     for flags, says in (([], "every document begins with BOS, id 0 (--no-bos leaves it out)"), (["--no-bos"], "")):
-        assert main(["--input", path, "--output-prefix", str(tmp_path / "x"), "--tokenizer-model", str(data.tokenizer_model), *flags]) == 0
+        assert (
+            cli.main(
+                [
+                    "preprocess",
+                    "--input",
+                    path,
+                    "--output-prefix",
+                    str(tmp_path / "x"),
+                    "--tokenizer-model",
+                    str(data.tokenizer_model),
+                    *flags,
+                ]
+            )
+            == 0
+        )
         out = capsys.readouterr().out
         assert says in out and ("BOS" in out) == bool(says)
 
@@ -103,7 +117,7 @@ def test_the_id_that_ends_documents(flags: str, end: int, tmp_path: Path) -> Non
     """Of a NullTokenizer by its name it is one more, as in Megatron."""
     size = [] if "Byte" in flags else ["--vocab-size", "9"]
     path = jsonl(tmp_path / "a.jsonl", ["7 8"])
-    assert main(["--input", path, "--output-prefix", str(tmp_path / "x"), "--append-eod", *size, *flags.split()]) == 0
+    assert cli.main(["preprocess", "--input", path, "--output-prefix", str(tmp_path / "x"), "--append-eod", *size, *flags.split()]) == 0
     assert IndexedDataset(tmp_path / "x_text_document").get(0)[-1] == end
 
 
@@ -310,17 +324,17 @@ def test_progress_ends_with_all_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "a.jsonl", ["hello", "world"])
     flags = ["--input", path, "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "ByteTokenizer"]
-    assert main([*flags, "--append-eod"]) == 0
+    assert cli.main(["preprocess", *flags, "--append-eod"]) == 0
     out = capsys.readouterr().out
     assert "o_text_document.bin: 2 documents, 12 tokens" in out and "MB/s" in out
-    assert main([*flags, "--split-sentences"]) == 0
+    assert cli.main(["preprocess", *flags, "--split-sentences"]) == 0
     assert "o_text_sentence.bin: 2 documents, 2 sentences, 10 tokens" in capsys.readouterr().out
-    assert main([*flags, "--json-keys", "nope"]) == 4
+    assert cli.main(["preprocess", *flags, "--json-keys", "nope"]) == 4
     assert "error: " in capsys.readouterr().err
-    assert main([*flags, "--json-keys", "nope", "--skip-bad-lines"]) == 4  # everything is bad
-    assert main([*flags[:2], "--output-prefix", str(tmp_path / "o")]) == 2
+    assert cli.main(["preprocess", *flags, "--json-keys", "nope", "--skip-bad-lines"]) == 4  # everything is bad
+    assert cli.main(["preprocess", *flags[:2], "--output-prefix", str(tmp_path / "o")]) == 2
     with pytest.raises(SystemExit) as info:
-        main(["--input", path])
+        cli.main(["preprocess", "--input", path])
     assert info.value.code == 2
 
 

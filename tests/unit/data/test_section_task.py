@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.commands import section_task as tool
+from megatron_sp.commands.cli import main
 from megatron_sp.data.corpus import LONGEST, SHORTEST, make_task, passages, section_of
 from megatron_sp.utils.errors import DataError
 
@@ -73,10 +73,23 @@ def test_all_classes_have_as_many_as_the_smallest_can_give() -> None:
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text, "source": source}) + "\n" for source, text in corpus()))
-    words = ["--corpus", str(file), "--output", str(tmp_path / "task"), "--classes", "3", "--train", "5", "--valid", "2"]
-    assert tool.main(words) == 0 and "15 passages to train on, 6 to validate on" in capsys.readouterr().out
+    words = [
+        "data",
+        "section-task",
+        "--corpus",
+        str(file),
+        "--output",
+        str(tmp_path / "task"),
+        "--classes",
+        "3",
+        "--train",
+        "5",
+        "--valid",
+        "2",
+    ]
+    assert main(words) == 0 and "15 passages to train on, 6 to validate on" in capsys.readouterr().out
     first = [(tmp_path / f"task/{half}.jsonl").read_text() for half in ("train", "valid")]
     assert [len(text.splitlines()) for text in first] == [15, 6] and set(json.loads(first[1].splitlines()[0])) == {"label", "text"}
-    assert tool.main(words) == 0 and [(tmp_path / f"task/{half}.jsonl").read_text() for half in ("train", "valid")] == first
-    assert tool.main([*words[:-1], "2000"]) == 4 and "ask for fewer" in capsys.readouterr().err
-    assert tool.main(["--corpus", str(tmp_path / "absent"), *words[2:]]) == 4
+    assert main(words) == 0 and [(tmp_path / f"task/{half}.jsonl").read_text() for half in ("train", "valid")] == first
+    assert main([*words[:-1], "2000"]) == 4 and "ask for fewer" in capsys.readouterr().err
+    assert main([*words[:3], str(tmp_path / "absent"), *words[4:]]) == 4

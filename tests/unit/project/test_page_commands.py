@@ -14,7 +14,7 @@ import pytest
 from support.paths import ROOT, project_files
 
 from megatron_sp.commands import cli
-from megatron_sp.commands.cli import DATA_PROGRAMS, PROGRAMS
+from megatron_sp.commands.cli import PROGRAMS
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.foreign_names import idleness, offered, refusal
 from megatron_sp.utils import errors
@@ -33,12 +33,12 @@ TRAINS = ("pretrain", "finetune", "plan", "schedule train")  # these take the fl
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
     """The text of --help of each command."""
-    parsers = dict(_parsers(cli._parser()))
+    parsers = dict(_parsers(cli.build_parser()))
     found = {name: parser.format_help() for name, parser in parsers.items()}
-    for name in [*PROGRAMS, *(f"data {name}" for name in DATA_PROGRAMS)]:  # these have parsers of their own
+    for name in PROGRAMS:  # these have parsers of their own
         said = io.StringIO()
         with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
-            cli.main([*name.split(), "--help"])
+            cli.main([name, "--help"])
         found[name] = said.getvalue()
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.run_logs import EVIL, LogWriter, evil_run
 
-from megatron_sp.commands import report
+from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import Config
 from megatron_sp.report.charts import charts, curve, figure
 from megatron_sp.report.page import figures, name_apart, page, state_of
@@ -496,10 +496,10 @@ def test_a_long_run_is_small(tmp_path: Path) -> None:
 
 
 def test_the_command_line(resumed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(resumed)]) == 0 and (resumed / "report.html").stat().st_size > 10_000
+    assert main(["report", str(resumed)]) == 0 and (resumed / "report.html").stat().st_size > 10_000
     assert f"{resumed / 'report.html'} (" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
-    assert report.main([str(resumed), "--compare", str(tmp_path / "empty"), "-o", str(tmp_path / "c.html")]) == 0
+    assert main(["report", str(resumed), "--compare", str(tmp_path / "empty"), "-o", str(tmp_path / "c.html")]) == 0
     assert "has no record yet" in capsys.readouterr().err and "compared with empty" in (tmp_path / "c.html").read_text()
 
 
@@ -517,7 +517,7 @@ def test_mistakes(
     resumed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
 ) -> None:
     monkeypatch.chdir(resumed.parent)
-    assert report.main(arguments) == code
+    assert main(["report", *arguments]) == code
     message = capsys.readouterr().err
     assert message.startswith("error: ") and text.format(resumed.parent) in message and message.count("\n") == 1
 

@@ -18,12 +18,11 @@ from support.waiting import PATIENCE_S, wait_until
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.commit import list_steps
-from megatron_sp.commands import chaos as door
 from megatron_sp.commands import cli
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
-door.load()
+cli.load_chaos()
 from chaos import faults, jobs  # noqa: E402
 from chaos.campaign import MARK, Campaign, Tally, claim, differences, require_settled  # noqa: E402
 from chaos.jobs import Job, Watch, in_child  # noqa: E402
@@ -89,7 +88,7 @@ def test_bad_words_are_refused_before_anything_is_made(
 def test_without_the_repository_the_door_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(door, "PROGRAM", tmp_path / "tools" / "chaos")
+    monkeypatch.setattr(cli, "CHAOS", tmp_path / "tools" / "chaos")
     assert cli.main(["chaos", str(tmp_path / "x")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: megatron-sp chaos is a program of the repository") and "pip install -e ." in error

@@ -174,12 +174,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 # All flags of all programs
 
 
-def tool(module: str, *words: object) -> Callable[[Path], int]:
-    return lambda path: (
-        importlib.import_module(f"megatron_sp.commands.{module}").main([str(w) if w is not PATH else str(path) for w in words]) or 0
-    )
-
-
 def command(*words: object) -> Callable[[Path], int]:
     return lambda path: cli([str(w) if w is not PATH else str(path) for w in words])
 
@@ -247,15 +241,15 @@ def merged(path: Path) -> int:
 
 MODEL = ("--factory", "mine_of_outputs:make", "--tp", 2)
 WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
-    ("megatron_sp/commands/report.py", "--output"): tool("report", "run", "-o", PATH),
-    ("megatron_sp/commands/plot.py", "--output"): tool("plot", "run", "-o", PATH),
+    ("megatron_sp/commands/report.py", "--output"): command("report", "run", "-o", PATH),
+    ("megatron_sp/commands/plot.py", "--output"): command("plot", "run", "-o", PATH),
     ("megatron_sp/commands/evaluate.py", "--json"): evaluate,
-    ("megatron_sp/commands/corpus.py", "--output"): tool("corpus", "--output", PATH),
-    ("megatron_sp/commands/tokenizer.py", "--output"): tool("tokenizer", "--input", "corpus.jsonl", "--type", "wordpiece",
+    ("megatron_sp/commands/data.py", "--output of corpus"): command("data", "corpus", "--output", PATH),
+    ("megatron_sp/commands/tokenizer.py", "--output"): command("tokenizer", "--input", "corpus.jsonl", "--type", "wordpiece",
                                                    "--vocab-size", 400, "--output", PATH),
     ("megatron_sp/convert/arguments.py", "--report"): convert,
-    ("megatron_sp/commands/schedule/options.py", "--html"): command("schedule", "show", "plan.yaml", *MODEL, "--html", PATH),
-    ("megatron_sp/commands/schedule/options.py", "--save"): command("schedule", "show", "plan.yaml", *MODEL, "--save", PATH),
+    ("megatron_sp/commands/schedule/__init__.py", "--html"): command("schedule", "show", "plan.yaml", *MODEL, "--html", PATH),
+    ("megatron_sp/commands/schedule/__init__.py", "--save"): command("schedule", "show", "plan.yaml", *MODEL, "--save", PATH),
     ("megatron_sp/planner/options.py", "--picture"): command(
         "plan", "--gpus", 4, "--gpu", "h200", "--top", 1, *SHAPE, "--picture", PATH
     ),
@@ -264,10 +258,9 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
     ("benchmarks/common.py", "--json"): benchmark,
 }  # fmt: skip
 SUFFIX = {"--picture": ".png"}
-PAIRS = ("megatron_sp/commands/preprocess.py", "megatron_sp/commands/data.py")
+PAIRS = {("megatron_sp/commands/preprocess.py", "--output-prefix"), ("megatron_sp/commands/data.py", "--output")}
 FOLDERS = {  # what makes a folder, and refuses one that is there
     ("megatron_sp/convert/arguments.py", "--output"), ("megatron_sp/commands/ckpt/__init__.py", "--output"),
-    ("megatron_sp/commands/section_task.py", "--output"),
 }  # fmt: skip
 NAMES = ("--output", "--json", "--html", "--report", "--picture", "--save", "--plot", "--out", "--output-prefix", "--svg", "--csv")
 
@@ -284,7 +277,7 @@ def test_every_output_flag_is_in_the_table() -> None:
                 words = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
                 if set(words) & set(NAMES) and not any(k.arg == "action" for k in call.keywords) and call.keywords:
                     found.add((str(path.relative_to(ROOT)), next(w for w in words if w in NAMES)))
-    assert found == ({key for key in WRITERS if key[0] != "benchmarks/common.py"} | FOLDERS)
+    assert found == {(path, flag.split()[0]) for path, flag in [*WRITERS, *FOLDERS] if path != "benchmarks/common.py"}
 
 
 @pytest.mark.parametrize("which", WRITERS, ids=lambda which: " ".join(which))
@@ -295,8 +288,8 @@ def test_nothing_is_replaced(which: tuple[str, str], inputs: Path, tmp_path: Pat
     monkeypatch.syspath_prepend(str(inputs))
     monkeypatch.setattr(corpus, "LEAST_BYTES", 1)
     monkeypatch.setattr(corpus, "gather", lambda _: [corpus.Document(text=TEXT, source="lib/a.py")])
-    write, suffix = WRITERS[which], ".png" if "plot" in which[0] else ".bin" if which[0] in PAIRS else SUFFIX.get(which[1], ".out")
-    whole = which[0] not in PAIRS and "tokenizer" not in which[0]  # a pair of files, and one that is read again, are files
+    write, suffix = WRITERS[which], ".png" if "plot" in which[0] else ".bin" if which in PAIRS else SUFFIX.get(which[1], ".out")
+    whole = which not in PAIRS and "tokenizer" not in which[0]  # a pair of files, and one that is read again, are files
     fifo, link, folder, file = (tmp_path / f"{name}{suffix}" for name in ("fifo", "link", "folder", "file"))
     assert write(file) == 0 and file.stat().st_size > 0
     os.mkfifo(fifo)
