@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,16 +23,18 @@ from megatron_sp.checkpoint import commit, find
 from megatron_sp.checkpoint import manifest as files
 from megatron_sp.checkpoint.commit import list_steps
 from megatron_sp.checkpoint.lock import Holder, RunLock, holder_of
-from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, read_manifest, read_state
-from megatron_sp.commands.ckpt.tables import Progress, date, facts, layout_words, parameter_words, plural, warn
+from megatron_sp.checkpoint.manifest import ITEM_BYTES, MANIFEST_NAME, STATE_NAME, Manifest, read_manifest, read_state
+from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.report.run_history import number, read_history
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError, ConfigError, DataError, DiskError
 from megatron_sp.utils.files import fsync_dir
-from megatron_sp.utils.format import aligned, format_bytes
+from megatron_sp.utils.format import aligned, format_bytes, format_count, format_duration
 
 DeepCheck = Callable[[Path, Manifest], list[str]]
-CHECKPOINTS = "checkpoints"
-STEP = "step"
+Record = dict[str, Any]
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # as in a manifest: name -> (dtype, shape)
+CHECKPOINTS, STEP, WEIGHTS = "checkpoints", "step", "weights"
+SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 _HEADINGS = ("folder", "saved", "size", "files", "tensors", "parameters", "optimizer", "processes", "loss", "state")
 
 
@@ -37,38 +42,30 @@ _HEADINGS = ("folder", "saved", "size", "files", "tensors", "parameters", "optim
 
 
 class CheckpointPath(NamedTuple):
-    """Meaning of a path on the command line."""
+    """What a path on the command line means."""
 
     folder: Path  # folder of the step folders
     run: Path | None  # run folder, with LOCK and metrics.jsonl; None for step folders outside of a run
-    only: Path | None = None  # the step folder, if the path names a single one; else None
+    only: Path | None = None  # the step folder, if the path names a single one
 
 
-def resolve(path: Path) -> CheckpointPath:
-    """Resolve a path to a run, its checkpoints folder, or one step folder. Raises CheckpointError: there is none."""
-
-    def run_of(folder: Path) -> Path | None:
-        return folder.absolute().parent if folder.absolute().name == CHECKPOINTS else None
-
+def _resolve(path: Path) -> CheckpointPath:
+    # a run, its checkpoints folder, or one step folder. Raises CheckpointError: there is none
     if not path.is_dir():
         find.candidates(path, None)  # its message lists what there is instead
-    if find.is_step_folder(path):
-        return CheckpointPath(path.parent, run_of(path.parent), path)
-    folder = find.checkpoints_folder(path)
-    return CheckpointPath(folder, path if folder != path else run_of(path))
+    is_step = find.is_step_folder(path)
+    folder = path.parent if is_step else find.checkpoints_folder(path)
+    run = folder.absolute().parent if folder.absolute().name == CHECKPOINTS else None
+    return CheckpointPath(folder, path if not is_step and folder != path else run, path if is_step else None)
 
 
-def resolve_runs(path: Path) -> list[CheckpointPath]:
-    # resolve a path like ``resolve``, and a folder of runs to all of them
-    place = resolve(path)
+def _resolve_runs(path: Path) -> list[CheckpointPath]:
+    # like ``_resolve``, and a folder of runs means all of them
+    place = _resolve(path)
     if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
-        runs = sorted(
-            Path(entry.path)
-            for entry in os.scandir(path)
-            if entry.is_dir() and (Path(entry.path) / CHECKPOINTS).is_dir()
-        )
-        if runs:
-            return [resolve(run) for run in runs]
+        folders = sorted(Path(entry.path) for entry in os.scandir(path) if entry.is_dir())
+        if runs := [run for run in folders if (run / CHECKPOINTS).is_dir()]:
+            return [_resolve(run) for run in runs]
     return [place]
 
 
@@ -85,76 +82,69 @@ def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
 
 @dataclass
 class Entry:
-    """One folder of a survey.
-
-    Attributes:
-        num_bytes, num_files: bytes and files now on disk, whatever the manifest lists.
-    """
+    """One folder of a survey."""
 
     path: Path
     step: int
     kind: str  # ``step``, or the kind of leftover: ``part``, ``replaced``, ``abandoned``
-    num_bytes: int = 0
+    num_bytes: int = 0  # now on disk, whatever the manifest lists
     num_files: int = 0
     saved: float = 0.0  # time of the save, in seconds since 1970
     manifest: Manifest | None = None  # None if there is no valid one
-    state: dict[str, Any] = field(default_factory=dict)  # contents of ``state.json``; empty if it cannot be read
-    problems: list[str] = field(default_factory=list)  # problems that manifest, state and sizes show
+    state: Record = field(default_factory=dict)  # contents of ``state.json``; empty if it cannot be read
+    problems: list[str] = field(default_factory=list)  # what manifest, state and sizes show
 
 
 @dataclass
 class Survey:
-    """Survey of a checkpoints folder.
-
-    Attributes:
-        steps, leftovers: step folders, and partial, abandoned and replaced ones, in order of steps.
-    """
+    """What there is in a checkpoints folder."""
 
     place: CheckpointPath
-    steps: list[Entry] = field(default_factory=list)
+    steps: list[Entry] = field(default_factory=list)  # in order of steps, as the leftovers
     leftovers: list[Entry] = field(default_factory=list)
     latest: int | None = None  # the step that the file ``latest`` names
-    writer: Holder | None = None  # holder of the run's lock
+    holder: Holder | None = None  # of the run's lock
     # step -> its training record in ``metrics.jsonl``, without records that a resume has undone
-    losses: dict[int, dict[str, Any]] = field(default_factory=dict)
+    losses: dict[int, Record] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def is_written(self) -> bool:
-        return self.writer is not None and self.writer.may_write
+    @property
+    def writer(self) -> Holder | None:
+        """The job that is writing here, as far as this machine can tell."""
+        return self.holder if self.holder and self.holder.may_write else None
 
     def newest(self) -> Entry | None:
-        """Return what a resume tries first: a newer step that an interrupted save has set aside is put back by then."""
+        # what a resume tries first: a newer step that an interrupted save has set aside is put back by then
         newest = self.steps[-1] if self.steps else None
         aside = [e for e in self.leftovers if e.kind == "replaced" and e.step > (newest.step if newest else -1)]
         return max(aside, key=lambda entry: entry.step) if aside else newest
 
     def resumes_from(self) -> Entry | None:
-        # the entry that a resume would load; None if the newest one is not complete
+        # what a resume would load; None if the newest one is not complete
         newest = self.newest()
         return None if newest is None or newest.problems else newest
 
     def loss_of(self, entry: Entry) -> float | None:
-        """Return the training loss logged at this step; None if there is none, or a resume has undone it."""
+        # the training loss logged at this step; None if there is none, or a resume has undone it
         if entry.kind in ("replaced", "abandoned") or entry.step not in self.losses:
             return None
         return number(self.losses[entry.step].get("loss"))
 
 
-def survey(place: CheckpointPath) -> Survey:
-    """Survey a folder, or the one step folder that ``place`` names."""
-    surveyed = Survey(place, writer=holder_of(place.run) if place.run else None)
+def _survey(place: CheckpointPath) -> Survey:
+    listing = Survey(place, holder=holder_of(place.run) if place.run else None)
     if place.only is not None:
-        surveyed.steps = [look_at(place.only, _step_of(place.only), STEP)]
+        listing.steps = [look_at(place.only, _step_of(place.only), STEP)]
     else:
-        entries = _entries(place.folder, surveyed.notes)
-        surveyed.steps = [entry for entry in entries if entry.kind == STEP]
-        surveyed.leftovers = [entry for entry in entries if entry.kind != STEP]
-        surveyed.latest, problem = commit.read_latest(place.folder)
-        surveyed.notes += [f"{problem}: the folders themselves decide"] if problem else []
+        entries = _entries(place.folder, listing.notes)
+        listing.steps = [entry for entry in entries if entry.kind == STEP]
+        listing.leftovers = [entry for entry in entries if entry.kind != STEP]
+        listing.latest, problem = commit.read_latest(place.folder)
+        listing.notes += [f"{problem}: the folders themselves decide"] if problem else []
     if place.run is not None:
         with suppress(DataError):  # no log yet, or none at all: the losses stay out
-            surveyed.losses = read_history(place.run).train
-    return surveyed
+            listing.losses = read_history(place.run).train
+    return listing
 
 
 def look_at(path: Path, step: int, kind: str) -> Entry:
@@ -172,9 +162,8 @@ def look_at(path: Path, step: int, kind: str) -> Entry:
         entry.state = read_state(path)
     except CheckpointError as error:
         entry.problems.append(str(error))
-    entry.problems = [
-        problem.replace(f"{path}/", "").replace(f"{path} ", "it ") for problem in dict.fromkeys(entry.problems)
-    ]
+    problems = dict.fromkeys(entry.problems)  # without repetitions
+    entry.problems = [problem.replace(f"{path}/", "").replace(f"{path} ", "it ") for problem in problems]
     return entry
 
 
@@ -189,10 +178,8 @@ def _entries(folder: Path, notes: list[str]) -> list[Entry]:
             if name != commit.LATEST_NAME and not name.startswith(f".{commit.LATEST_NAME}."):
                 strange.append(name if name.isprintable() else ascii(name))  # it goes to a terminal
             continue
-        try:
+        with suppress(FileNotFoundError):  # renamed or deleted since the folder was listed
             entries.append(look_at(path, step, STEP) if step is not None else look_at(path, *(left or (0, ""))))
-        except FileNotFoundError:
-            continue  # renamed or deleted since the folder was listed
     if strange:
         notes.append(f"ignored, not a step folder: {', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}")
     return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
@@ -200,12 +187,10 @@ def _entries(folder: Path, notes: list[str]) -> list[Entry]:
 
 def _step_of(path: Path) -> int:
     left, step = commit.left_over(path.name), commit.step_number(path.name)
-    if step is not None or left is not None:
-        return step if step is not None else left[0] if left else 0
-    try:
-        return read_manifest(path).step
-    except CheckpointError:
-        return 0
+    if step is None and left is None:
+        with suppress(CheckpointError):
+            return read_manifest(path).step
+    return step if step is not None else left[0] if left else 0
 
 
 # ----------------------------------------------------------------------------------------------------------------- ls
@@ -213,26 +198,23 @@ def _step_of(path: Path) -> int:
 
 def ls(paths: Sequence[Path], *, as_json: bool) -> int:
     """Print a line for each checkpoint, and advice on damaged ones and leftovers. Raises CheckpointError: no such folder."""
-    surveys = [survey(place) for path in paths for place in resolve_runs(path)]
+    listings = [_survey(place) for path in paths for place in _resolve_runs(path)]
     if as_json:
-        print(json.dumps([_survey_record(found) for found in surveys], indent=1))
+        print(json.dumps([_record(listing) for listing in listings], indent=1))
     else:
-        print("\n\n".join("\n".join(_survey_lines(found)) for found in surveys))
+        print("\n\n".join("\n".join(_lines(listing)) for listing in listings))
     return EXIT_OK
 
 
-def _survey_lines(listing: Survey) -> list[str]:
+def _lines(listing: Survey) -> list[str]:
     folder, advice = listing.place.folder, [f"  {line}" for line in _advice(listing)]
-    entries = sorted(
-        [*listing.steps, *listing.leftovers], key=lambda entry: entry.step
-    )  # leftovers of a step follow it
+    entries = [*listing.steps, *listing.leftovers]
+    entries.sort(key=lambda entry: entry.step)  # leftovers of a step follow it
     if not entries:
         program = find.identify(folder)
-        return (
-            [f"{folder}: no checkpoint", *advice]
-            if program is None
-            else find.of_another_program(folder, program, None).splitlines()
-        )
+        if program is not None:
+            return find.of_another_program(folder, program, None).splitlines()
+        return [f"{folder}: no checkpoint", *advice]
     head = f"{folder}: {plural(len(listing.steps), 'checkpoint')}"
     head += f", {len(listing.leftovers)} left over" if listing.leftovers else ""
     head += f", {format_bytes(sum(entry.num_bytes for entry in entries))}"
@@ -240,32 +222,32 @@ def _survey_lines(listing: Survey) -> list[str]:
 
 
 def _row(listing: Survey, entry: Entry) -> tuple[str, ...]:
-    loss, held = listing.loss_of(entry), ("-", "-", "-", "-")
+    loss, contents = listing.loss_of(entry), ("-", "-", "-", "-")
     if entry.manifest:
         known = facts(entry.manifest, entry.state)
+        parameters = f"{format_count(known['parameters'])} {'+'.join(known['dtypes'])}".strip()
         has_optimizer = "yes" if known["optimizer"] else "no"
-        held = (f"{known['tensors']:,}", parameter_words(known), has_optimizer, layout_words(known["layout"]))
+        contents = (f"{known['tensors']:,}", parameters, has_optimizer, layout_words(known["layout"]))
     words = [_health(listing, entry)]
     if entry.problems and entry.kind != "part":
         more = f" (and {len(entry.problems) - 1} more)" if len(entry.problems) > 1 else ""
         words[0] += f": {entry.problems[0].splitlines()[0]}{more}"
     words += ["latest"] if entry.kind == STEP and entry.step == listing.latest else []
     words += ["a resume takes it"] if listing.place.only is None and entry is listing.resumes_from() else []
-    size = format_bytes(entry.num_bytes), str(entry.num_files)
-    return entry.path.name, date(entry.saved), *size, *held, "-" if loss is None else f"{loss:.4f}", ", ".join(words)
+    size, shown_loss = (format_bytes(entry.num_bytes), str(entry.num_files)), "-" if loss is None else f"{loss:.4f}"
+    return entry.path.name, date(entry.saved), *size, *contents, shown_loss, ", ".join(words)
 
 
 def _health(listing: Survey, entry: Entry) -> str:
-    # the state of an entry: complete, damaged, being written or deleted, unfinished, set aside, abandoned
     if entry.kind == "part":
-        return "being written or deleted" if listing.is_written() else "unfinished"
+        return "being written or deleted" if listing.writer else "unfinished"
     word = {STEP: "complete", "replaced": "set aside", "abandoned": "abandoned"}[entry.kind]
     return word if not entry.problems else "damaged" if entry.kind == STEP else f"{word}, damaged"
 
 
 def _advice(listing: Survey) -> list[str]:
     run, newest, lines = listing.place.run or listing.place.folder, listing.newest(), list(listing.notes)
-    if listing.is_written() and listing.writer is not None:
+    if listing.writer:
         lines.append(f"a job is writing here: {listing.writer.who}, last sign of life {listing.writer.age_s:.0f} s ago")
     if listing.place.only is None and newest is not None and newest.problems:
         before = [entry.path.name for entry in listing.steps if not entry.problems and entry.step < newest.step]
@@ -275,25 +257,23 @@ def _advice(listing: Survey) -> list[str]:
     if takes is not None and takes.manifest is not None and not facts(takes.manifest, takes.state)["optimizer"]:
         lines.append(f"{takes.path.name} has no optimizer state: it loads with --finetune, or with --no-load-optim")
     kinds = {entry.kind for entry in listing.leftovers}
-    if "part" in kinds and not listing.is_written():
+    if "part" in kinds and not listing.writer:
         lines.append("unfinished: a save or a deletion was cut short; the next job that saves here removes it")
     if kinds & {"replaced", "abandoned"}:
-        lines.append(
-            "set aside, abandoned: from a continuation of the run that was given up; each can be loaded by its path"
-        )
+        which = "from a continuation of the run that was given up; each can be loaded by its path"
+        lines.append(f"set aside, abandoned: {which}")
     if listing.steps or listing.leftovers:
-        lines.append(
-            f"checked: manifests and sizes; not the files' contents, which megatron-sp ckpt verify {run} compares"
-        )
-    if kinds and not listing.is_written():
+        rest = f"not the files' contents, which megatron-sp ckpt verify {run} compares"
+        lines.append(f"checked: manifests and sizes; {rest}")
+    if kinds and not listing.writer:
         lines.append(f"to delete what is left over: megatron-sp ckpt prune {run} --leftovers")
     return lines
 
 
-def _survey_record(listing: Survey) -> dict[str, Any]:
-    resumes, writer = listing.resumes_from(), listing.writer
+def _record(listing: Survey) -> Record:
+    resumes, holder, run = listing.resumes_from(), listing.holder, listing.place.run
 
-    def record(entry: Entry) -> dict[str, Any]:
+    def record(entry: Entry) -> Record:
         loss = listing.loss_of(entry)
         return {
             "path": str(entry.path), "step": entry.step, "health": _health(listing, entry), "problems": entry.problems,
@@ -303,11 +283,11 @@ def _survey_record(listing: Survey) -> dict[str, Any]:
         }  # fmt: skip
 
     return {
-        "run": str(listing.place.run) if listing.place.run else None, "folder": str(listing.place.folder), "latest": listing.latest,
+        "run": str(run) if run else None, "folder": str(listing.place.folder), "latest": listing.latest,
         "resume": resumes.step if resumes and listing.place.only is None else None,
-        "writer": {"who": writer.who, "age_s": writer.age_s, "alive": writer.is_alive} if writer else None,
-        "checkpoints": [record(entry) for entry in listing.steps], "leftovers": [record(entry) for entry in listing.leftovers],
-        "notes": _advice(listing),
+        "writer": {"who": holder.who, "age_s": holder.age_s, "alive": holder.is_alive} if holder else None,
+        "checkpoints": [record(entry) for entry in listing.steps],
+        "leftovers": [record(entry) for entry in listing.leftovers], "notes": _advice(listing),
     }  # fmt: skip
 
 
@@ -315,39 +295,33 @@ def _survey_record(listing: Survey) -> dict[str, Any]:
 
 
 def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | None) -> int:
-    """Verify checkpoints and print all problems of each, not only the first.
+    """Verify checkpoints and print all problems of each, not only the first; return 0, or 3 if there is any.
 
     Args:
         every: verify all steps of the run.
         deep: checks the tensors themselves, too (``tensors.deep_problems``, which needs torch).
-    Returns:
-        The exit code: 0, or 3 if there is any problem.
     """
-    folders = [] if every else [step_folder(path, ckpt_step)]
     if every:
-        place = resolve(path)
+        place = _resolve(path)
         if place.only is not None or ckpt_step is not None:
-            raise CheckpointError(
+            text = (
                 f"--all asks for every step of a run, but one step is named ({path}): give the run, or leave --all out"
             )
+            raise CheckpointError(text)
         step_folder(path)  # raises where there is none
         folders = list(list_steps(place.folder).values())
+    else:
+        folders = [step_folder(path, ckpt_step)]
     code = EXIT_OK
     for step_dir in folders:
-        wrong = problems(step_dir, deep=deep)
-        if wrong:
+        if wrong := problems(step_dir, deep=deep):
             code = EXIT_CHECKPOINT
-            print(
-                "\n".join([f"{step_dir}: damaged, {plural(len(wrong), 'problem')}:", *(f"  {p}" for p in wrong)]),
-                file=sys.stderr,
-            )
+            print(f"{step_dir}: damaged, {plural(len(wrong), 'problem')}:", file=sys.stderr)
+            print(*(f"  {problem}" for problem in wrong), sep="\n", file=sys.stderr)
         else:
             listed = read_manifest(step_dir)
-            size = format_bytes(listed.num_bytes)
-            print(
-                f"{step_dir}: sound: {size} in {plural(len(listed.files), 'file')}, {plural(len(listed.tensors), 'tensor')}",
-                flush=True,
-            )
+            counts = f"{plural(len(listed.files), 'file')}, {plural(len(listed.tensors), 'tensor')}"
+            print(f"{step_dir}: sound: {format_bytes(listed.num_bytes)} in {counts}", flush=True)
     return code
 
 
@@ -363,9 +337,8 @@ def problems(step_dir: Path, *, deep: DeepCheck | None = None) -> list[str]:
     if not any(STATE_NAME in problem for problem in texts):
         try:
             step = read_state(step_dir).get("step")
-            texts += (
-                [] if step == listed.step else [f"state.json is of step {step}, the manifest of step {listed.step}"]
-            )
+            if step != listed.step:
+                texts.append(f"state.json is of step {step}, the manifest of step {listed.step}")
         except CheckpointError as error:
             texts.append(str(error))
     texts += [] if deep is None else deep(step_dir, listed)
@@ -374,15 +347,13 @@ def problems(step_dir: Path, *, deep: DeepCheck | None = None) -> list[str]:
 
 def byte_problems(step_dir: Path, listed: Manifest) -> list[str]:
     """Return a sentence for each file that is missing, cut or changed."""
-    lacking = {}
+    texts, there = [], []
     for name, record in listed.files.items():
-        if texts := files.missing_or_cut(step_dir, Manifest(listed.step, listed.world_size, {name: record}, {})):
-            lacking[name] = texts
-    there = [name for name in listed.files if name not in lacking]
+        lacking = files.missing_or_cut(step_dir, Manifest(listed.step, listed.world_size, {name: record}, {}))
+        texts += lacking
+        there += [] if lacking else [name]
     with Progress("verifying", sum(listed.files[name].num_bytes for name in there)) as progress:
-        return [text for texts in lacking.values() for text in texts] + files.changed(
-            step_dir, listed, there, progress.add
-        )
+        return texts + files.changed(step_dir, listed, there, progress.add)
 
 
 # -------------------------------------------------------------------------------------------------------------- prune
@@ -393,10 +364,6 @@ def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftover
 
     Every checkpoint to keep is read in full first: a damaged one does not count as kept.
 
-    Args:
-        keep_last: number of sound checkpoints to keep; None: no step is deleted.
-        keep_every: also keep multiples of this step number.
-        leftovers: also delete unfinished and set-aside folders.
     Raises:
         ConfigError: the flags request nothing, or are out of range.
         LockError: a job is writing to this run.
@@ -405,20 +372,17 @@ def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftover
         DiskError: a folder cannot be deleted.
     """
     if keep_last is None and not leftovers:
-        raise ConfigError(
-            "nothing to delete: give --keep-last N for old checkpoints, --leftovers for left-over folders, or both"
-        )
+        way = "give --keep-last N for old checkpoints, --leftovers for left-over folders, or both"
+        raise ConfigError(f"nothing to delete: {way}")
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"--keep-last ({keep_last}) must be at least 1: the newest sound checkpoint is never deleted")
     if keep_every is not None and (keep_every < 1 or keep_last is None):
-        raise ConfigError(
-            f"--keep-every ({keep_every}) must be at least 1 and goes with --keep-last: it adds to what that keeps"
-        )
-    place = resolve(path)
+        rule = "must be at least 1 and goes with --keep-last: it adds to what that keeps"
+        raise ConfigError(f"--keep-every ({keep_every}) {rule}")
+    place = _resolve(path)
     if place.only is not None or place.run is None:
-        raise CheckpointError(
-            f"{path} is not a run: give the folder that has {CHECKPOINTS} in it, for that is what its lock is in"
-        )
+        way = f"give the folder that has {CHECKPOINTS} in it, for that is what its lock is in"
+        raise CheckpointError(f"{path} is not a run: {way}")
     try:
         with nullcontext() if dry_run else RunLock(place.run):
             _prune(place, keep_last, keep_every, leftovers, dry_run)
@@ -432,7 +396,7 @@ def _prune(
 ) -> None:
     is_sound: dict[Path, bool] = {}
 
-    def sound(step_dir: Path) -> bool:
+    def sound(step_dir: Path) -> bool:  # reads every byte, so each folder is asked once
         if step_dir not in is_sound:
             try:
                 is_sound[step_dir] = not byte_problems(step_dir, read_manifest(step_dir))
@@ -442,8 +406,8 @@ def _prune(
                 warn(f"{step_dir} is damaged and does not count as kept (megatron-sp ckpt verify {step_dir} says how)")
         return is_sound[step_dir]
 
-    if dry_run and (listing := survey(place)).is_written() and listing.writer:
-        warn(f"a job is writing here ({listing.writer.who}): nothing can be deleted until it ends")
+    if dry_run and (writer := _survey(place).writer):
+        warn(f"a job is writing here ({writer.who}): nothing can be deleted until it ends")
     old = [] if keep_last is None else commit.outdated(place.folder, keep_last, keep_every, sound)
     if keep_last is not None and not old:
         kept = plural(sum(is_sound.values()), "sound checkpoint")
@@ -458,28 +422,24 @@ def _prune(
 
 def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool) -> int:
     # delete unfinished and set-aside folders, unless one may still be needed; return the freed bytes
-    left = {
-        entry.name: kind
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
-        if (kind := commit.left_over(entry.name)) is not None and entry.is_dir(follow_symlinks=False)
-    }
-    if not left:
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    kinds = {name: kind for name in names if (kind := commit.left_over(name)) is not None}
+    if not kinds:
         print("nothing is left over")
         return 0
     newest = max(list_steps(folder), default=-1)
-    back = [name for name, (step, _) in left.items() if "replaced" in name and step > newest]
+    back = [name for name, (step, _) in kinds.items() if "replaced" in name and step > newest]
     if back:
         raise CheckpointError(
             f"{folder / back[-1]} is newer than every step: the save that replaced it was cut short, and the next"
             f" job puts it back; rename it to {back[-1].partition('.')[0]} yourself, or start that job, before"
             " left-over folders are deleted"
         )
-    aside = [name for name, (_, kind) in left.items() if kind != "part"]
+    aside = [name for name, (_, kind) in kinds.items() if kind != "part"]
     if aside and not any(sound(path) for path in reversed(list_steps(folder).values())):
-        raise CheckpointError(
-            f"{folder} has no sound step: {', '.join(aside)} may hold all that is left of this run and is not deleted"
-        )
-    return sum(_delete(folder / name, dry_run) for name in left)
+        what = f"{', '.join(aside)} may hold all that is left of this run and is not deleted"
+        raise CheckpointError(f"{folder} has no sound step: {what}")
+    return sum(_delete(folder / name, dry_run) for name in kinds)
 
 
 def _delete(path: Path, dry_run: bool) -> int:
@@ -488,3 +448,121 @@ def _delete(path: Path, dry_run: bool) -> int:
         commit.discard(path)
     print(f"{'would delete' if dry_run else 'deleted'} {path} ({format_bytes(size)})", flush=True)
     return size
+
+
+# ------------------------------------------------------------------------------------------- facts of one checkpoint
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """Return (``weights`` or the kind of optimizer state, name of the weight)."""
+    match = re.fullmatch(r"optimizer\.([a-z_]+)\.(.+)", name)
+    return (match[1], match[2]) if match else (WEIGHTS, name)
+
+
+def weights_of(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the weights, without the optimizer's tensors."""
+    return {name: value for name, value in tensors.items() if kind_of(name)[0] == WEIGHTS}
+
+
+@dataclass
+class Total:
+    """Number, elements and bytes of a set of tensors."""
+
+    tensors: int = 0
+    elements: int = 0
+    num_bytes: int = 0
+
+    def add(self, dtype: str, shape: tuple[int, ...]) -> None:
+        self.tensors += 1
+        self.elements += math.prod(shape)
+        self.num_bytes += math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def by_kind(tensors: Tensors) -> dict[tuple[str, str], Total]:
+    """Return (kind, dtype) -> total, weights first."""
+    totals: dict[tuple[str, str], Total] = {}
+    for name, (dtype, shape) in tensors.items():
+        totals.setdefault((kind_of(name)[0], dtype), Total()).add(dtype, shape)
+    return dict(sorted(totals.items(), key=lambda item: (item[0][0] != WEIGHTS, item[0])))
+
+
+def facts(manifest: Manifest, state: Record) -> Record:
+    """Return the facts for a row of a table and for JSON; the contents of the state are not trusted."""
+    totals, world_size = by_kind(manifest.tensors), manifest.world_size
+    elements = {dtype: total.elements for (kind, dtype), total in totals.items() if kind == WEIGHTS}
+    shapes = [shape for name, (_, shape) in weights_of(manifest.tensors).items() if not is_expert_bias(name)]
+    stored, layout = state.get("layout"), {"world_size": world_size}
+    if isinstance(stored, dict):
+        axes = ("world_size", "dp", "cp", "sp", "tp", "tp_seq")
+        layout |= {axis: stored[axis] for axis in axes if isinstance(stored.get(axis), int)}
+    stage: Any = state
+    for key in ("config", "parallel", "zero_stage"):
+        stage = stage.get(key) if isinstance(stage, dict) else None
+    if isinstance(stage, int) and layout["world_size"] > 1:
+        layout["zero_stage"] = stage
+    return {
+        "tensors": len(manifest.tensors), "parameters": sum(math.prod(shape) for shape in shapes),
+        "dtypes": [SHORT_DTYPES.get(dtype, dtype) for dtype in sorted(elements, key=lambda d: -elements[d])],
+        "optimizer": sorted({kind for kind, _ in totals if kind != WEIGHTS}), "world_size": world_size, "layout": layout,
+    }  # fmt: skip
+
+
+def layout_words(layout: Record) -> str:
+    """Return a layout as text, such as ``4: dp 2, sp 2, ZeRO 1``; axes of size 1 are omitted."""
+    words = [f"{axis} {layout[axis]}" for axis in ("dp", "cp", "sp", "tp") if layout.get(axis, 1) > 1]
+    words += ["tp_seq"] if layout.get("tp_seq") and layout.get("tp", 1) > 1 else []
+    words += [f"ZeRO {layout['zero_stage']}"] if layout.get("zero_stage") else []
+    return f"{layout['world_size']}{': ' if words else ''}{', '.join(words)}"
+
+
+def date(seconds: float) -> str:
+    """Return a local date and time, to the minute."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def plural(count: int, noun: str, several: str | None = None) -> str:
+    """Return a count with its noun, such as ``1 file`` or ``2 files``."""
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
+def warn(text: str) -> None:
+    """Print a warning to standard error, so that it does not get into a pipe."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Progress line on standard error with the bytes done and the time left; silent unless that is a terminal."""
+
+    _EVERY_S = 0.2
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done, self._width = what, total, 0, 0
+        self._began = self._shown = time.monotonic()
+        self._lock = threading.Lock()  # files are read by several threads
+        self._is_seen = sys.stderr.isatty()
+
+    def add(self, num_bytes: int) -> None:
+        """Add bytes that were done."""
+        with self._lock:
+            self._done += num_bytes
+            now = time.monotonic()
+            if self._is_seen and now - self._shown >= self._EVERY_S:
+                self._shown = now
+                left = (now - self._began) * (self._total - self._done) / max(self._done, 1)
+                share = f"{100 * self._done // max(self._total, 1)} %"
+                done = f"{format_bytes(self._done)} of {format_bytes(self._total)} ({share})"
+                self._show(f"{self._what}: {done}, {format_duration(left)} left")
+
+    def _show(self, words: str) -> None:
+        sys.stderr.write("\r" + words.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(words)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:  # erase the line
+            self._show("")
+            sys.stderr.write("\r")
+            sys.stderr.flush()

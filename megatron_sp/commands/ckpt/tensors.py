@@ -14,23 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.checkpoint import load
+from megatron_sp.checkpoint import load, stream
 from megatron_sp.checkpoint import manifest as files
 from megatron_sp.checkpoint.manifest import Manifest, read_manifest, read_state
 from megatron_sp.checkpoint.pieces import tiling_problem
 from megatron_sp.checkpoint.stream import (
-    BLOCK_BYTES,
     FiniteTensors,
     NativeReader,
     Source,
     TensorInfo,
     TensorReader,
-    require_no_checkpoint,
-    tensor_infos,
     write_checkpoint,
 )  # fmt: skip
-from megatron_sp.commands.ckpt.folders import byte_problems, step_folder
-from megatron_sp.commands.ckpt.tables import WEIGHTS, Progress, Tensors, kind_of, plural, warn, weights_of
+from megatron_sp.commands.ckpt.folders import (
+    WEIGHTS,
+    Progress,
+    Tensors,
+    byte_problems,
+    kind_of,
+    plural,
+    step_folder,
+    warn,
+    weights_of,
+)  # fmt: skip
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import Config
 from megatron_sp.data.tokenizers import kept
@@ -39,7 +45,7 @@ from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.experts import expert_biases, stored_dtype
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.parallel.layers import shard_specs
-from megatron_sp.utils.errors import CheckpointError, ConfigError, DiskError, ReportedError
+from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError, ReportedError
 from megatron_sp.utils.format import format_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,11 +59,7 @@ _WORDS = "embedding.word_embeddings.weight"
 
 @dataclass
 class Values:
-    """Statistics of a tensor; all except the counts are of finite values only.
-
-    Attributes:
-        nans, infinities, zeros: number of such values.
-    """
+    """Statistics of a tensor; all except the counts are of finite values only."""
 
     count: int = 0
     nans: int = 0
@@ -73,16 +75,15 @@ class Values:
     @classmethod
     def of(cls, blocks: Iterable[Tensor], progress: Callable[[int], None] = lambda num_bytes: None) -> Values:
         """Compute the statistics of a tensor given in blocks; ``progress`` receives the bytes of each block."""
-        found = cls()
+        values = cls()
         for block in blocks:
             for part in block.reshape(-1).split(max(1, PART_BYTES // block.element_size())):
-                found.add(part)
+                values._add(part.double())
             progress(block.numel() * block.element_size())
-        return found
+        return values
 
-    def add(self, part: Tensor) -> None:
-        """Add values; sums are in fp64, means and squares are combined as in Chan, Golub and LeVeque (1979)."""
-        x = part.double()
+    def _add(self, x: Tensor) -> None:
+        # sums are in fp64; means and squares of parts are combined as in Chan, Golub and LeVeque (1979)
         good = torch.isfinite(x)
         self.count += x.numel()
         if not bool(good.all()):
@@ -100,17 +101,12 @@ class Values:
         self.smallest, self.largest = min(self.smallest, float(x.min())), max(self.largest, float(x.max()))
         self.norm = math.hypot(self.norm, float(torch.linalg.vector_norm(x)))
 
-    def std(self) -> float:
-        """Return the population standard deviation."""
-        return math.sqrt(self._squares / self._finite) if self._finite else math.nan
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics for JSON; None in place of those that are not finite."""
-        numbers = {"min": self.smallest, "max": self.largest, "mean": self.mean, "std": self.std(), "norm": self.norm}
+        """Return the statistics for JSON, ``std`` being the population's; None in place of those that are not finite."""
+        std = math.sqrt(self._squares / self._finite) if self._finite else math.nan
+        numbers = {"min": self.smallest, "max": self.largest, "mean": self.mean, "std": std, "norm": self.norm}
         counts = {"count": self.count, "zeros": self.zeros, "nan": self.nans, "infinite": self.infinities}
-        return {
-            name: value if self._finite and math.isfinite(value) else None for name, value in numbers.items()
-        } | counts
+        return {name: x if self._finite and math.isfinite(x) else None for name, x in numbers.items()} | counts
 
 
 def read_values(step_dir: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -134,16 +130,15 @@ class Distance:
         cls, blocks: Iterable[tuple[Tensor, Tensor]], rtol: float, atol: float, progress: Callable[[int], None]
     ) -> Distance:
         """Compute the distance of two tensors given in blocks of equal shapes; ``progress`` receives the first's bytes."""
-        found = cls()
+        distance = cls()
         for a, b in blocks:
             step = max(1, PART_BYTES // max(a.element_size(), b.element_size()))
             for x, y in zip(a.reshape(-1).split(step), b.reshape(-1).split(step), strict=True):
-                found.add(x, y, rtol, atol)
+                distance._add(x, y, rtol, atol)
             progress(a.numel() * a.element_size())
-        return found
+        return distance
 
-    def add(self, x: Tensor, y: Tensor, rtol: float, atol: float) -> None:
-        """Add a block of values, the same number from each tensor."""
+    def _add(self, x: Tensor, y: Tensor, rtol: float, atol: float) -> None:
         self.count += x.numel()
         if not x.numel():
             return
@@ -173,11 +168,10 @@ def distances(
     infos = [reader.tensors() for reader in readers]
     with Progress("comparing", sum(infos[0][name].num_bytes for name in names)) as progress:
         for name in names:
-            width = max(info[name].dtype.itemsize for info in infos)  # blocks of as many values in both
-            blocks = (
-                r.blocks(name, BLOCK_BYTES * i[name].dtype.itemsize // width)
-                for r, i in zip(readers, infos, strict=True)
-            )
+            sizes = [info[name].dtype.itemsize for info in infos]
+            # blocks of as many values in both, whatever the dtypes
+            limits = [stream.BLOCK_BYTES * size // max(sizes) for size in sizes]
+            blocks = [reader.blocks(name, limit) for reader, limit in zip(readers, limits, strict=True)]
             yield name, Distance.of(zip(*blocks, strict=True), rtol, atol, progress.add)
 
 
@@ -197,7 +191,7 @@ def deep_problems(step_dir: Path, listed: Manifest) -> list[str]:
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
             continue
-        for row in rows:
+        for row in rows:  # one by one: the index of a broken row is an error, and the others' are wanted
             try:
                 for name, pieces in load.make_index(step_dir, listed, [row]).items():
                     index[name] += pieces
@@ -208,7 +202,7 @@ def deep_problems(step_dir: Path, listed: Manifest) -> list[str]:
             problems.append(f"{name} {list(shape)} is not stored completely and once: {problem}")
         else:
             whole.add(name)
-    problems += _not_finite(TensorReader(step_dir, tensor_infos(listed), index), whole)
+    problems += _not_finite(TensorReader(step_dir, stream.tensor_infos(listed), index), whole)
     return [*problems, *_unpaired(listed.tensors), *_of_another_shape(step_dir, listed)]
 
 
@@ -222,10 +216,12 @@ def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
                 yield str(error)
                 continue
             if values.nans or values.infinities:
-                yield f"{name} has values that are not finite: {values.nans:,} NaN and {values.infinities:,} infinite of {values.count:,}"
+                counts = f"{values.nans:,} NaN and {values.infinities:,} infinite of {values.count:,}"
+                yield f"{name} has values that are not finite: {counts}"
 
 
 def _unpaired(tensors: Tensors) -> Iterator[str]:
+    # optimizer state without its weight, of another shape, or incomplete
     weights, owned = weights_of(tensors), defaultdict(set)
     for name, (_, shape) in sorted(tensors.items()):
         kind, weight = kind_of(name)
@@ -238,7 +234,7 @@ def _unpaired(tensors: Tensors) -> Iterator[str]:
             yield f"{name} has the shape {list(shape)}, its weight {list(weights[weight][1])}"
     stepped = set().union(*owned.values())
     rounded = {name for name in stepped if weights.get(name, ("", ()))[0] in ("F16", "BF16")}
-    if rounded:
+    if rounded:  # these have master weights, and those alone
         owned.setdefault("master", set())
     for kind, names in sorted(owned.items()):
         for weight in sorted((rounded if kind == "master" else stepped) - names):
@@ -248,7 +244,7 @@ def _unpaired(tensors: Tensors) -> Iterator[str]:
 def _of_another_shape(step_dir: Path, listed: Manifest) -> Iterator[str]:
     try:
         state = read_state(step_dir)
-        expected = expected_shapes(state.get("config"), listed.tensors)
+        expected = _expected_shapes(state.get("config"), listed.tensors)
     except (ReportedError, OSError) as error:
         yield f"the shapes of the configuration's model cannot be determined: {error}"
         return
@@ -266,15 +262,9 @@ def _of_another_shape(step_dir: Path, listed: Manifest) -> Iterator[str]:
         yield f"state.json says has_optimizer {state['has_optimizer']}, but the checkpoint has {stored}"
 
 
-def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of every parameter of a configuration's model, which is built without memory for it.
-
-    Args:
-        tensors: stored tensors; they determine the number of classes, and the vocabulary size if the configuration does
-            not.
-    Raises:
-        ConfigError: there is no configuration, or no model can be built from it.
-    """
+def _expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    # the global shape of every parameter of a configuration's model, which is built without memory for it; the stored
+    # tensors determine the number of classes, and the vocabulary size if the configuration does not
     config, _ = Config.from_dict(stored_config)
     normalize(config)
     shape = config.model
@@ -285,21 +275,14 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
     make: Callable[..., torch.nn.Module] = BertModel if shape.is_bert else GPTModel
     if _CLASSES in tensors:
         make = partial(BertClassifier, num_classes=tensors[_CLASSES][1][0])
+    unusable = (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError)
     try:
         with torch.device("meta"):
             model = make(shape, config.kernels, seed=0, dtype=torch.float32)
-    except (
-        ValueError,
-        TypeError,
-        AssertionError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:  # none of its numbers can be trusted
+    except unusable as error:  # none of its numbers can be trusted
         raise ConfigError(f"no model can be built from the configuration: {error or type(error).__name__}") from None
-    specs = shard_specs(model)
-    shapes = {
-        name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()
-    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes |= {name: tuple(spec.shape) for name, spec in shard_specs(model).items() if name in shapes}
     return shapes | {name: tuple(bias.shape) for name, bias in expert_biases(model).items()}
 
 
@@ -309,11 +292,11 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
 def merge(
     path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None, allow_non_finite: bool = False
 ) -> int:  # fmt: skip
-    """Rewrite a checkpoint of many processes as one of a single process, one tensor at a time; print the result.
+    """Rewrite a checkpoint of many processes as one of a single process, one tensor at a time; return the exit code.
 
     Args:
         output: run folder to create.
-        dtype: dtype of the weights; None: unchanged.
+        dtype: of the weights; None: unchanged.
         allow_non_finite: write tensors that have NaN or infinities in them, too, with a warning.
     Raises:
         ConfigError: ``dtype`` is given without ``weights_only``.
@@ -326,7 +309,7 @@ def merge(
             f"--dtype {dtype} needs --weights-only: a run goes on from unrounded weights, so only weights for use,"
             " or to finetune, can be converted"
         )
-    require_no_checkpoint(output)  # before the source is read
+    stream.require_no_checkpoint(output)  # before the source is read
     step_dir = step_folder(path, ckpt_step)
     listed = read_manifest(step_dir)
     files.require_none(step_dir, byte_problems(step_dir, listed))
@@ -349,17 +332,16 @@ def merge(
         warn(note)
     new = read_manifest(written)
     files.require_none(written, byte_problems(written, new))
-    was = f"{format_bytes(listed.num_bytes)} in {plural(len(listed.files), 'file')} of {plural(listed.world_size, 'process', 'processes')}"
+    processes = plural(listed.world_size, "process", "processes")
+    was = f"{format_bytes(listed.num_bytes)} in {plural(len(listed.files), 'file')} of {processes}"
     size = f"{format_bytes(new.num_bytes)} in {plural(len(new.files), 'file')}, {plural(len(new.tensors), 'tensor')}"
     print(f"{written}: {size}, verified (was {was})")
-    return 0
+    return EXIT_OK
 
 
 def _sources(
     reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None
 ) -> dict[str, Source]:
-    # the tensors to write; weights of another dtype come from the master weights, to round only once
-
     def read(name: str, wanted: torch.dtype) -> Tensor:
         return finite.look(name, reader.read(name), wanted).to(wanted)
 
@@ -367,6 +349,7 @@ def _sources(
     for name, (shape, stored) in tensors.items():
         if weights_only and kind_of(name)[0] != WEIGHTS:
             continue
+        # weights of another dtype come from the master weights, to round only once
         wanted, master = stored_dtype(name, stored, dtype), f"optimizer.master.{name}"
         origin = master if wanted != stored and master in tensors else name
         sources[name] = Source(shape, wanted, partial(read, origin, wanted))

@@ -186,9 +186,10 @@ def _from_folder(args: argparse.Namespace, *, meta: bool) -> nn.Module:
     if not (inspect.isclass(cls) and issubclass(cls, library.PreTrainedModel)):
         what = f"{name!r} is not a model of transformers" if name else "config.json names no class (architectures)"
         raise ConfigError(f"{folder}: {what}: name one with --class, such as LlamaForCausalLM")
+    build = cast("Callable[[Any], nn.Module]", cls)
     try:
         with torch.device("meta") if meta else nullcontext():
-            return cast("nn.Module", cls(config))
+            return build(config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"{folder}: {cls.__name__} cannot be made of its config.json: {error}") from None
 

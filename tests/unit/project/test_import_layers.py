@@ -40,7 +40,6 @@ TORCH_FREE = (
     "commands/ckpt/__init__",
     "commands/ckpt/contents",
     "commands/ckpt/folders",
-    "commands/ckpt/tables",
     "commands/cli",
     "commands/data",
     "commands/evaluate",
