@@ -31,6 +31,14 @@ INSTEAD = {
 }
 
 
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Fill in the texts of a command line; return the exit code."""
+    options = parse(argv, prog)
+    from megatron_sp.inference.team import run_tool
+
+    return run_tool(lambda launch: run(options, launch))
+
+
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = documented_parser(prog, __doc__)
@@ -42,12 +50,38 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     return parser.parse_args(argv)
 
 
-def encode(stored: Stored, text: str) -> list[int]:
-    """Return the token ids of [CLS], the text with its masks, [SEP].
+def run(options: argparse.Namespace, launch: Launch) -> None:
+    """Run the tool with parsed options. Raises ReportedError."""
+    if options.top < 1:
+        raise ConfigError(f"--top ({options.top}) must be at least 1")
+    import torch
 
-    Raises:
-        ConfigError: the text has no mask, or is too long.
-    """
+    from megatron_sp.inference.team import choose_device, find_stored
+    from megatron_sp.models.bert import BertModel
+
+    if launch.world_size > 1:
+        reason = f"is one process, and {launch.world_size} were started: start it with python"
+        raise ConfigError(f"megatron-sp fill-mask {reason}")
+
+    def warn(line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr)
+
+    device = choose_device(options.device, launch)
+    stored = find_stored(options.load, options.ckpt_step, "BERT", INSTEAD, warn, options.tokenizer_model)
+    if options.baseline:
+        print(_baseline(stored))
+        return
+    texts = options.text or [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if not texts:
+        way = f"use --text TEXT, or write one on each line of stdin, with {MASK} in place of a word"
+        raise DataError(f"there is no text: {way}")
+    model = cast("BertModel", stored.load(BertModel, device, torch.float32))
+    for text in texts:
+        _show(stored, model, text, options.top)
+
+
+def _encode(stored: Stored, text: str) -> list[int]:
+    # the token ids of [CLS], the text with its masks, [SEP]
     from megatron_sp.data.tokenizers.tokenizer import special_tokens
 
     special, parts = special_tokens(stored.tokenizer), text.split(MASK)
@@ -62,14 +96,14 @@ def encode(stored: Stored, text: str) -> list[int]:
     return [special.cls, *ids, special.sep]
 
 
-def show(stored: Stored, model: BertModel, text: str, top: int) -> None:
-    """Print the text and, for each of its masks, the most probable tokens."""
+def _show(stored: Stored, model: BertModel, text: str, top: int) -> None:
+    # print the text and, for each of its masks, the most probable tokens
     import torch
 
     from megatron_sp.ops.attention import AttentionMask
     from megatron_sp.parallel.forward_context import ForwardContext
 
-    ids = encode(stored, text)
+    ids = _encode(stored, text)
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
     with torch.no_grad():
         hidden = model.hidden(tokens, ForwardContext(AttentionMask(causal=False)), types=torch.zeros_like(tokens))
@@ -77,12 +111,12 @@ def show(stored: Stored, model: BertModel, text: str, top: int) -> None:
     print(text)
     for place in [i for i, token in enumerate(ids) if token == stored.tokenizer.mask]:
         best = shares[place].topk(min(top, shares.shape[1]))
-        guesses = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        print("    " + ", ".join(f"{stored.tokenizer.decode([token])} {100 * share:.0f} %" for share, token in guesses))
+        guesses = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        print("    " + ", ".join(f"{stored.tokenizer.decode([token])} {100 * share:.0f} %" for token, share in guesses))
 
 
-def baseline(stored: Stored) -> str:
-    """Return a line with the most frequent masked token of the run's validation data, and its share."""
+def _baseline(stored: Stored) -> str:
+    # the most frequent masked token of the run's validation data, and its share
     import numpy as np
 
     from megatron_sp.data.build import build_bert_datasets
@@ -90,65 +124,16 @@ def baseline(stored: Stored) -> str:
     config = stored.config
     model, batch = config.model, config.batch
     passes = (batch.train_iters or 0) // (batch.eval_interval or sys.maxsize) + 1
-    wanted = (
-        passes * batch.eval_iters * (batch.eval_global_batch_size or batch.global_batch_size or batch.micro_batch_size)
-    )
+    size = batch.eval_global_batch_size or batch.global_batch_size or batch.micro_batch_size
+    wanted = passes * batch.eval_iters * size
     assert model.seq_length
     valid = build_bert_datasets(
-        config.data, seq_length=model.seq_length, seed=batch.seed, tokenizer=stored.tokenizer, vocab_size=model.vocab_size,
-        num_samples=(0, wanted, 0), binary_head=model.has_order_head,
+        config.data, seq_length=model.seq_length, seed=batch.seed, tokenizer=stored.tokenizer,
+        vocab_size=model.vocab_size, num_samples=(0, wanted, 0), binary_head=model.has_order_head,
     ).valid  # fmt: skip
     if valid is None or wanted == 0:
         raise DataError(f"{stored.folder} is of a run without validation data: there is nothing to count in")
     rows = (valid[i] for i in range(min(wanted, len(valid))))
     counts = np.bincount(np.concatenate([row["labels"][row["loss_mask"] > 0] for row in rows]))
-    return f"{100 * counts.max() / counts.sum():.1f} % of the masked tokens ('{stored.tokenizer.decode([int(counts.argmax())])}')"
-
-
-def read_texts(options: argparse.Namespace) -> list[str]:
-    """Texts of the command line, or of the lines of standard input. Raises DataError if there is none."""
-    texts: list[str] = options.text or [line for line in sys.stdin.read().splitlines() if line.strip()]
-    if not texts:
-        raise DataError(
-            f"there is no text: use --text TEXT, or write one on each line of stdin, with {MASK} in place of a word"
-        )
-    return texts
-
-
-def run(options: argparse.Namespace, launch: Launch) -> None:
-    """Run the tool with parsed options."""
-    if options.top < 1:
-        raise ConfigError(f"--top ({options.top}) must be at least 1")
-    import torch
-
-    from megatron_sp.inference.team import choose_device, find_stored
-    from megatron_sp.models.bert import BertModel
-
-    if launch.world_size > 1:
-        raise ConfigError(
-            f"megatron-sp fill-mask is one process, and {launch.world_size} were started: start it with python"
-        )
-    device = choose_device(options.device, launch)
-    stored = find_stored(
-        options.load,
-        options.ckpt_step,
-        "BERT",
-        INSTEAD,
-        lambda line: print(f"warning: {line}", file=sys.stderr),
-        options.tokenizer_model,
-    )
-    if options.baseline:
-        print(baseline(stored))
-        return
-    texts = read_texts(options)
-    model = cast("BertModel", stored.load(BertModel, device, torch.float32))
-    for text in texts:
-        show(stored, model, text, options.top)
-
-
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; return the exit code."""
-    options = parse(argv, prog)
-    from megatron_sp.inference.team import run_tool
-
-    return run_tool(lambda launch: run(options, launch))
+    token = stored.tokenizer.decode([int(counts.argmax())])
+    return f"{100 * counts.max() / counts.sum():.1f} % of the masked tokens ('{token}')"

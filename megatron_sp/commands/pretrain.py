@@ -20,12 +20,7 @@ from megatron_sp.utils.launch import Launch, is_first_rank, let_first_rank_speak
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") -> NoReturn:
-    """Pretrain the model that the first argument names, gpt or bert; the others are flags. Ends the process.
-
-    Args:
-        argv: the arguments after the program's name (default: this process's).
-        prog: the program's name in --help.
-    """
+    """Pretrain the model that the first argument names, gpt or bert; the others are flags. Ends the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     programs = {"gpt": pretrain_gpt, "bert": pretrain_bert}
     if words[:1] in (["-h"], ["--help"]):
@@ -60,23 +55,19 @@ def parse_config(
     argv: Sequence[str] | None = None, *, prog: str | None = None, description: str = "", world_size: int | None = None,
     family: str | None = None,
 ) -> Config:  # fmt: skip
-    """Parse the configuration of a run, for an entry point; prints and exits by itself, like argparse.
+    """Parse and validate the configuration of a run, for an entry point; prints and exits by itself, like argparse.
 
     Args:
-        argv: the arguments after the program's name (default: this process's).
         prog: the program's name in --help (default: this process's).
         description: first line of --help.
         world_size: number of processes (default: those that the launcher has started).
         family: family of the models that the program trains, "gpt" or "bert"; None: as given by --model-family.
-    Returns:
-        A normalised and validated configuration; ``ignored_flags`` lists the flags that were accepted without effect.
     Raises:
         SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a
             --dry-run, and an answer that could not be written, have their own codes). Only rank 0 prints.
     """
     words = sys.argv[1:] if argv is None else argv
-    name = prog or os.path.basename(sys.argv[0])
-    speaks = is_first_rank()
+    name, speaks = prog or os.path.basename(sys.argv[0]), is_first_rank()
     with output.checked():
         try:
             request = read_request(words, world_size=world_size, family=family)
@@ -100,7 +91,7 @@ def parse_config(
 
 
 def _answer(request: Request) -> str:
-    # the text to print for --print-config or --dry-run; empty for a run. Raises ReportedError
+    # the text to print for --print-config or --dry-run; empty for a run
     assert request.config is not None
     if request.action == "print-config":
         return config_as_yaml(request.config)
