@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and given[0] in PROGRAMS:
         if given[0] == "chaos":
             return code_of(lambda: load_chaos()(given[1:], "megatron-sp chaos"))
-        module = importlib.import_module(f"megatron_sp.commands.{given[0].replace('-', '_')}")
+        module = _module(f"commands.{given[0].replace('-', '_')}")
         return code_of(lambda: module.main(given[1:], f"megatron-sp {given[0]}"))
     parser = build_parser()
     args, words = parser.parse_known_args(given)
@@ -104,35 +104,26 @@ def build_parser() -> CommandParser:
         command.set_defaults(run=run)
         return command
 
-    add("doctor", _doctor).add_argument("--json", action="store_true", help="print the rows as JSON")
+    add("doctor", lambda args: _module("commands.doctor").run(as_json=args.json)).add_argument(
+        "--json", action="store_true", help="print the rows as JSON"
+    )
     data.add_actions(add("data", description=None))
     add("presets", _presets).add_argument("--json", action="store_true", help="print all flags of each as JSON")
-    planner = add("plan", _plan, usage=plan.USAGE, epilog=plan.EPILOG)
+    planner = add(
+        "plan", lambda args: _module("planner.command").run(args, args.words), usage=plan.USAGE, epilog=plan.EPILOG
+    )
     plan.add_arguments(planner)
     planner.set_defaults(takes_words=True)
     plain = argparse.RawDescriptionHelpFormatter
-    convert.add_arguments(add("convert", _convert, epilog=convert.EPILOG, formatter_class=plain))
+    run = lambda args: _module("convert.command").run(args)
+    convert.add_arguments(add("convert", run, epilog=convert.EPILOG, formatter_class=plain))
     ckpt.add_actions(add("ckpt"))
     schedule.add_actions(add("schedule"))
     return parser
 
 
-def _doctor(args: argparse.Namespace) -> int:
-    from megatron_sp.commands import doctor
-
-    return doctor.run(as_json=args.json)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from megatron_sp.planner.command import run
-
-    return run(args, args.words)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from megatron_sp.convert import command
-
-    return command.run(args)
+def _module(name: str) -> Any:
+    return importlib.import_module(f"megatron_sp.{name}")
 
 
 def _presets(args: argparse.Namespace) -> int:

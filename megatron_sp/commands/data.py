@@ -6,13 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
-
-if TYPE_CHECKING:
-    from megatron_sp.data.indexed_dataset import IndexedDataset
 
 CORPUS = "Gather Python's language reference and standard library as JSONL, one document each."
 SECTION_TASK = """\
@@ -118,7 +115,10 @@ def _verify(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from megatron_sp.config.schema import DataConfig
     from megatron_sp.data.indexed_dataset import IndexedDataset
+    from megatron_sp.data.indexed_dataset import document_tokens
+    from megatron_sp.data.tokenizers import build_tokenizer
 
     dataset = IndexedDataset(args.prefix)
     sizes = np.diff(np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])[dataset.document_index])
@@ -127,7 +127,16 @@ def _inspect(args: argparse.Namespace) -> int:
     if sizes.size:
         facts |= {"empty_documents": int((sizes == 0).sum()), "shortest_document": int(sizes.min())}
         facts |= {"median_document": float(np.median(sizes)), "longest_document": int(sizes.max())}
-    shown = _documents(dataset, args)
+    given = {name: getattr(args, name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")}
+    tokenizer = build_tokenizer(DataConfig(**given), None) if any(given.values()) else None
+    shown: list[dict[str, Any]] = []
+    for number in args.document:
+        sequences = []
+        for ids in document_tokens(dataset, number):
+            few: list[int] = ids[: max(0, args.tokens)]
+            text = {} if tokenizer is None else {"text": tokenizer.decode(few)}
+            sequences.append({"num_tokens": len(ids), "ids": few, **text})
+        shown.append({"document": number, "sequences": sequences})
     if args.json:
         print(json.dumps({**facts, "shown": shown}, indent=2, ensure_ascii=False))
         return EXIT_OK
@@ -139,25 +148,6 @@ def _inspect(args: argparse.Namespace) -> int:
         for sequence in document["sequences"]:
             print(f"  {sequence['num_tokens']:,} tokens: {sequence.get('text', sequence['ids'])}")
     return EXIT_OK
-
-
-def _documents(dataset: IndexedDataset, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from megatron_sp.config.schema import DataConfig
-    from megatron_sp.data.indexed_dataset import document_tokens
-    from megatron_sp.data.tokenizers import build_tokenizer
-
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    given = {name: getattr(args, name) for name in names}
-    tokenizer = build_tokenizer(DataConfig(**given), None) if any(given.values()) else None
-    shown = []
-    for number in args.document:
-        sequences = []
-        for ids in document_tokens(dataset, number):
-            few: list[int] = ids[: max(0, args.tokens)]
-            text = {} if tokenizer is None else {"text": tokenizer.decode(few)}
-            sequences.append({"num_tokens": len(ids), "ids": few, **text})
-        shown.append({"document": number, "sequences": sequences})
-    return shown
 
 
 def _merge(args: argparse.Namespace) -> int:

@@ -29,7 +29,8 @@ REQUIRED = {
     "rich": "13.7", "pyyaml": "6.0",
 }  # fmt: skip
 EXTRAS = {
-    "plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers",), "serve": ("starlette", "uvicorn"),
+    "plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers",),
+    "serve": ("starlette", "uvicorn"),
 }  # fmt: skip
 # fmt: off
 KERNELS = {  # name: (what it is for, how to get it)

@@ -1,13 +1,4 @@
-"""Fine-tune a pretrained BERT to classify texts, on one process or many, and report its accuracy.
-
-    megatron-sp finetune --task sst-2 --train-data SST-2/train.tsv --valid-data SST-2/dev.tsv \
-        --pretrained-checkpoint runs/bert --epochs 3 --micro-batch-size 8 --global-batch-size 32 --lr 5e-5 --save runs/sst2
-    bash scripts/launch.sh 2 tools/finetune_classifier.py --task jsonl --text text --label section ... --sequence-parallel-size 2
-
-All flags of pretrain_bert.py work here too: layouts, ZeRO, precision, --auto-resume. Model and tokenizer are the
-checkpoint's. At the end every validation example is classified: accuracy, exact match, F1 and Matthews' correlation go
-to the log and to metrics.jsonl, the predictions to RUN/predictions.tsv.
-"""
+"""Command line of ``megatron-sp finetune``: the flags of a training follow from its own."""
 
 from __future__ import annotations
 
@@ -25,6 +16,19 @@ from megatron_sp.utils.launch import is_first_rank, launched_processes
 if TYPE_CHECKING:  # imports numpy, which needs memory: run_program() explains if there is none
     from megatron_sp.data.classification import Example, TextTable
 
+_DESCRIPTION = """\
+Fine-tune a pretrained BERT to classify texts, on one process or many, and report its accuracy.
+
+    megatron-sp finetune --task sst-2 --train-data SST-2/train.tsv --valid-data SST-2/dev.tsv \
+        --pretrained-checkpoint runs/bert --epochs 3 --micro-batch-size 8 --global-batch-size 32 --lr 5e-5 --save \
+runs/sst2
+    bash scripts/launch.sh 2 tools/finetune_classifier.py --task jsonl --text text --label section ... \
+--sequence-parallel-size 2
+
+All flags of pretrain_bert.py work here too: layouts, ZeRO, precision, --auto-resume. Model and tokenizer are the
+checkpoint's. At the end every validation example is classified: accuracy, exact match, F1 and Matthews' correlation go
+to the log and to metrics.jsonl, the predictions to RUN/predictions.tsv.
+"""
 # flag: field of ``TextTable``
 _COLUMNS = {"text": "first", "second_text": "second", "label": "label", "group": "group"}
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -63,7 +67,7 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> tuple[argpa
     from megatron_sp.data.classification import GLUE
 
     epilog = "every flag of pretrain_bert.py can follow: see pretrain_bert.py --help"
-    parser = documented_parser(prog, __doc__, epilog=epilog)
+    parser = documented_parser(prog, _DESCRIPTION, epilog=epilog)
     add = parser.add_argument
     # fmt: off
     add("--task", required=True, choices=[*GLUE, "tsv", "jsonl"],

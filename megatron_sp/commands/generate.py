@@ -2,10 +2,12 @@
 
     megatron-sp generate --load runs/quickstart/gpt --prompt "The for statement"
     megatron-sp generate --load runs/quickstart/gpt --interactive
-    bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart/gpt --prompt "The for statement" --tensor-model-parallel-size 2
+    bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart/gpt --prompt "The for statement" \
+--tensor-model-parallel-size 2
 
 Model and tokenizer are those of the checkpoint; only its weights are read, not its optimizer state. Text goes to stdout
-as it is generated, everything else to stderr. The same command gives the same text, and so do another layout, --batch-generation
+as it is generated, everything else to stderr. The same command gives the same text, and so do another layout, \
+--batch-generation
 and --cuda-graphs, up to rounding.
 """
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from megatron_sp.utils.launch import Launch
 
 INSTEAD = {
-    "BERT": "which sees both sides of a word and cannot continue a text: use megatron-sp fill-mask to fill in masked words",
+    "BERT": "which sees both sides of a word and cannot continue a text: use megatron-sp fill-mask to fill in masked"
+    " words",
     "classifier": "which classifies texts and generates none: megatron-sp finetune reports how well",
 }
 
@@ -151,7 +154,8 @@ def load(options: argparse.Namespace, team: Team) -> tuple[GPTModel, Tokenizer, 
 
 
 def _continue(
-    decoder: Decoder, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling, team: Team
+    decoder: Decoder, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling,
+    team: Team,
 ) -> None:  # fmt: skip
     # generate all continuations of these prompts, on every rank; rank 0 prints them, each after its prompt (with a
     # heading if there are several), then the speed

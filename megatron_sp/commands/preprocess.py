@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
@@ -25,7 +26,11 @@ Tokenize JSONL, plain text (.gz and .zst too), Parquet or Arrow into PREFIX_KEY_
 (PREFIX_KEY_sentence with --split-sentences), the data set format of Megatron."""
 
 
-def _parser(prog: str | None) -> CommandParser:
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Tokenize the files of a command line; return the exit code. Raises ReportedError."""
+    from megatron_sp.data.preprocess import PreprocessOptions, preprocess  # imports numpy, which needs memory
+    from megatron_sp.data.text_input import Part
+
     parser = CommandParser(prog=prog, description=_DESCRIPTION)
     add = parser.add_argument  # flags have Megatron's names
     # fmt: off
@@ -64,15 +69,7 @@ def _parser(prog: str | None) -> CommandParser:
         " `megatron-sp data merge` joins the parts (lines and row groups are dealt out, other files as a whole)")
     add("--skip-bad-lines", action="store_true", help="skip and count lines that cannot be read, instead of stopping")
     # fmt: on
-    return parser
-
-
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Tokenize the files of a command line; return the exit code. Raises ReportedError."""
-    from megatron_sp.data.preprocess import PreprocessOptions, preprocess  # imports numpy, which needs memory
-    from megatron_sp.data.text_input import Part
-
-    given = vars(_parser(prog).parse_args(argv))
+    given = vars(parser.parse_args(argv))
     tokenizer = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "eod_id")
     data = DataConfig(**{name: given.pop(name) for name in tokenizer})
     if given["vocab_size"] is not None and data.tokenizer_type == "NullTokenizer" and data.eod_id is None:
@@ -107,7 +104,15 @@ def _summary(report: PreprocessReport, sentences: bool) -> str:
 def _shown() -> Iterator[Progress]:
     # a progress bar on a terminal, plain lines at intervals elsewhere, for logs
     if not sys.stderr.isatty():
-        yield _Lines()
+        next_line = time.monotonic() + _LINE_SECONDS
+
+        def print_line(report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
+            nonlocal next_line
+            if time.monotonic() >= next_line:
+                next_line = time.monotonic() + _LINE_SECONDS
+                print(_status(report, bytes_read, bytes_total), file=sys.stderr, flush=True)
+
+        yield cast("Progress", SimpleNamespace(update=print_line))
         return
     from rich import progress
     from rich.console import Console
@@ -117,22 +122,11 @@ def _shown() -> Iterator[Progress]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("starting", total=None)
 
-        class Bar:
-            def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
-                status = _status(report, bytes_read, bytes_total)
-                bars.update(task, completed=bytes_read, total=bytes_total or None, description=status)
+        def move(report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
+            status = _status(report, bytes_read, bytes_total)
+            bars.update(task, completed=bytes_read, total=bytes_total or None, description=status)
 
-        yield Bar()
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self._next = time.monotonic() + _LINE_SECONDS
-
-    def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _LINE_SECONDS
-            print(_status(report, bytes_read, bytes_total), file=sys.stderr, flush=True)
+        yield cast("Progress", SimpleNamespace(update=move))
 
 
 def _status(report: PreprocessReport, bytes_read: int, bytes_total: int) -> str:

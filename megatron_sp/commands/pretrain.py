@@ -1,8 +1,7 @@
-"""``megatron-sp pretrain gpt|bert``: run a training, or print the answer to --help, --print-config or --dry-run.
+"""Pretraining from a command line."""
 
-Nothing imports torch or numpy until the configuration is valid: a wrong flag is reported in a tenth of a second, before
-any communication.
-"""
+# Nothing imports torch or numpy until the configuration is valid: a wrong flag is reported in a tenth of a second,
+# before any communication.
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from megatron_sp.utils.launch import Launch, is_first_rank, let_first_rank_speak
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") -> NoReturn:
-    """Pretrain the model that the first argument names, gpt or bert; the others are flags. Ends the process."""
+    """Pretrain a GPT or a BERT, as the first word says, and end the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     programs = {"gpt": pretrain_gpt, "bert": pretrain_bert}
     if words[:1] in (["-h"], ["--help"]):
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") 
 
 
 def pretrain_gpt(argv: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
-    """Pretrain a GPT and end the process; arguments as for ``parse_config``."""
+    """Pretrain a GPT and end the process."""
     config = parse_config(argv, prog=prog, description="Pretrain a GPT model.", family="gpt")
     from megatron_sp.tasks.gpt import GPT
     from megatron_sp.training.loop import pretrain
@@ -43,7 +42,7 @@ def pretrain_gpt(argv: Sequence[str] | None = None, prog: str | None = None) -> 
 
 
 def pretrain_bert(argv: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
-    """Pretrain a BERT and end the process; arguments as for ``parse_config``."""
+    """Pretrain a BERT and end the process."""
     config = parse_config(argv, prog=prog, description="Pretrain a BERT model.", family="bert")
     from megatron_sp.tasks.bert import bert_task
     from megatron_sp.training.loop import pretrain
@@ -55,16 +54,9 @@ def parse_config(
     argv: Sequence[str] | None = None, *, prog: str | None = None, description: str = "", world_size: int | None = None,
     family: str | None = None,
 ) -> Config:  # fmt: skip
-    """Parse and validate the configuration of a run, for an entry point; prints and exits by itself, like argparse.
+    """Return the validated configuration of a run; or print an answer or a message, on rank 0, and exit.
 
-    Args:
-        prog: the program's name in --help (default: this process's).
-        description: first line of --help.
-        world_size: number of processes (default: those that the launcher has started).
-        family: family of the models that the program trains, "gpt" or "bert"; None: as given by --model-family.
-    Raises:
-        SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a
-            --dry-run, and an answer that could not be written, have their own codes). Only rank 0 prints.
+    ``family`` is "gpt" or "bert"; None: --model-family says it. ``world_size``: by default what the launcher started.
     """
     words = sys.argv[1:] if argv is None else argv
     name, speaks = prog or os.path.basename(sys.argv[0]), is_first_rank()

@@ -1,11 +1,4 @@
-"""Write a run's report as one HTML page: curves, time, interruptions, memory, communication, configuration.
-
-    megatron-sp report runs/mine
-    megatron-sp report runs/mine --compare runs/other runs/third --output compare.html
-
-The page is self-contained: it can be opened from a disk, mailed, or kept as an artifact. Works while a run is in
-progress, too.
-"""
+"""Command line of ``megatron-sp report``."""
 
 from __future__ import annotations
 
@@ -17,10 +10,20 @@ from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import EXIT_OK
 from megatron_sp.utils.format import format_bytes
 
+_DESCRIPTION = """\
+Write a run's report as one HTML page: curves, time, interruptions, memory, communication, configuration.
+
+    megatron-sp report runs/mine
+    megatron-sp report runs/mine --compare runs/other runs/third --output compare.html
+
+The page is self-contained: it can be opened from a disk, mailed, or kept as an artifact. Works while a run is in
+progress, too.
+"""
+
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Write the page of a command line; return the exit code. Raises ReportedError."""
-    parser = documented_parser(prog, __doc__)
+    parser = documented_parser(prog, _DESCRIPTION)
     add = parser.add_argument
     # fmt: off
     add("run", type=Path, metavar="RUN", help="the folder of a run (what --save named)")

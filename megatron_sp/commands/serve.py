@@ -1,7 +1,8 @@
 """Serve a trained GPT: OpenAI's completions API over HTTP, on this machine only unless told otherwise.
 
     megatron-sp serve --load runs/quickstart/gpt
-    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The for statement", "max_tokens": 30}'
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The for \
+statement", "max_tokens": 30}'
     bash scripts/launch.sh 2 tools/serve.py --load runs/quickstart/gpt --tensor-model-parallel-size 2
 
 Concurrent requests are batched. There is no encryption, and without --api-key no authentication: docs/how-to/serve.md.

@@ -13,8 +13,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,16 +59,6 @@ def _resolve(path: Path) -> CheckpointPath:
     return CheckpointPath(folder, path if not is_step and folder != path else run, path if is_step else None)
 
 
-def _resolve_runs(path: Path) -> list[CheckpointPath]:
-    # like ``_resolve``, and a folder of runs means all of them
-    place = _resolve(path)
-    if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
-        folders = sorted(Path(entry.path) for entry in os.scandir(path) if entry.is_dir())
-        if runs := [run for run in folders if (run / CHECKPOINTS).is_dir()]:
-            return [_resolve(run) for run in runs]
-    return [place]
-
-
 def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
     """Return the step folder itself, or the newest (or chosen) one of a run. Raises CheckpointError: there is none."""
     candidates = find.candidates(path, ckpt_step)
@@ -93,6 +83,8 @@ class Entry:
     manifest: Manifest | None = None  # None if there is no valid one
     state: Record = field(default_factory=dict)  # contents of ``state.json``; empty if it cannot be read
     problems: list[str] = field(default_factory=list)  # what manifest, state and sizes show
+    loss: float | None = None  # logged at this step; None if it was not, or if a resume has undone it
+    health: str = ""  # in a word or two
 
 
 @dataclass
@@ -100,51 +92,55 @@ class Survey:
     """What there is in a checkpoints folder."""
 
     place: CheckpointPath
-    steps: list[Entry] = field(default_factory=list)  # in order of steps, as the leftovers
-    leftovers: list[Entry] = field(default_factory=list)
-    latest: int | None = None  # the step that the file ``latest`` names
-    holder: Holder | None = None  # of the run's lock
-    # step -> its training record in ``metrics.jsonl``, without records that a resume has undone
-    losses: dict[int, Record] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def writer(self) -> Holder | None:
-        """The job that is writing here, as far as this machine can tell."""
-        return self.holder if self.holder and self.holder.may_write else None
-
-    def newest(self) -> Entry | None:
-        # what a resume tries first: a newer step that an interrupted save has set aside is put back by then
-        newest = self.steps[-1] if self.steps else None
-        aside = [e for e in self.leftovers if e.kind == "replaced" and e.step > (newest.step if newest else -1)]
-        return max(aside, key=lambda entry: entry.step) if aside else newest
-
-    def resumes_from(self) -> Entry | None:
-        # what a resume would load; None if the newest one is not complete
-        newest = self.newest()
-        return None if newest is None or newest.problems else newest
-
-    def loss_of(self, entry: Entry) -> float | None:
-        # the training loss logged at this step; None if there is none, or a resume has undone it
-        if entry.kind in ("replaced", "abandoned") or entry.step not in self.losses:
-            return None
-        return number(self.losses[entry.step].get("loss"))
+    steps: list[Entry]  # in order of steps, as the leftovers
+    leftovers: list[Entry]
+    latest: int | None  # the step that the file ``latest`` names
+    holder: Holder | None  # of the run's lock
+    writer: Holder | None  # the same, if it may be writing now
+    newest: Entry | None  # what a resume tries first
+    resumes_from: Entry | None  # what a resume would load; None if the newest one is not complete
+    notes: list[str]
 
 
 def _survey(place: CheckpointPath) -> Survey:
-    listing = Survey(place, holder=holder_of(place.run) if place.run else None)
+    notes: list[str] = []
+    latest = None
+    holder = holder_of(place.run) if place.run else None
+    writer = holder if holder and holder.may_write else None
     if place.only is not None:
-        listing.steps = [look_at(place.only, _step_of(place.only), STEP)]
+        left, step = commit.left_over(place.only.name), commit.step_number(place.only.name)
+        if step is None and left is not None:
+            step = left[0]
+        elif step is None:
+            with suppress(CheckpointError):
+                step = read_manifest(place.only).step
+        entries = [look_at(place.only, step or 0, STEP)]
     else:
-        entries = _entries(place.folder, listing.notes)
-        listing.steps = [entry for entry in entries if entry.kind == STEP]
-        listing.leftovers = [entry for entry in entries if entry.kind != STEP]
-        listing.latest, problem = commit.read_latest(place.folder)
-        listing.notes += [f"{problem}: the folders themselves decide"] if problem else []
+        entries = _entries(place.folder, notes)
+        latest, problem = commit.read_latest(place.folder)
+        notes += [f"{problem}: the folders themselves decide"] if problem else []
+    losses: dict[int, Record] = {}  # step: its training record, without those that a resume has undone
     if place.run is not None:
         with suppress(DataError):  # no log yet, or none at all: the losses stay out
-            listing.losses = read_history(place.run).train
-    return listing
+            losses = read_history(place.run).train
+    words = {STEP: "complete", "replaced": "set aside", "abandoned": "abandoned"}
+    for entry in entries:
+        if entry.kind == "part":
+            entry.health = "being written or deleted" if writer else "unfinished"
+        elif entry.problems:
+            entry.health = "damaged" if entry.kind == STEP else f"{words[entry.kind]}, damaged"
+        else:
+            entry.health = words[entry.kind]
+        if entry.kind in (STEP, "part") and entry.step in losses:
+            entry.loss = number(losses[entry.step].get("loss"))
+    steps = [entry for entry in entries if entry.kind == STEP]
+    leftovers = [entry for entry in entries if entry.kind != STEP]
+    newest = steps[-1] if steps else None
+    # a newer step that an interrupted save has set aside is put back before a resume looks
+    aside = [e for e in leftovers if e.kind == "replaced" and e.step > (newest.step if newest else -1)]
+    newest = max(aside, key=lambda entry: entry.step) if aside else newest
+    resumes_from = None if newest is None or newest.problems else newest
+    return Survey(place, steps, leftovers, latest, holder, writer, newest, resumes_from, notes)
 
 
 def look_at(path: Path, step: int, kind: str) -> Entry:
@@ -185,20 +181,18 @@ def _entries(folder: Path, notes: list[str]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
 
 
-def _step_of(path: Path) -> int:
-    left, step = commit.left_over(path.name), commit.step_number(path.name)
-    if step is None and left is None:
-        with suppress(CheckpointError):
-            return read_manifest(path).step
-    return step if step is not None else left[0] if left else 0
-
-
 # ----------------------------------------------------------------------------------------------------------------- ls
 
 
 def ls(paths: Sequence[Path], *, as_json: bool) -> int:
-    """Print a line for each checkpoint, and advice on damaged ones and leftovers. Raises CheckpointError: no such folder."""
-    listings = [_survey(place) for path in paths for place in _resolve_runs(path)]
+    """Print a line for each checkpoint, and advice. Raises CheckpointError: there is no such folder."""
+    listings = []
+    for path in paths:
+        place, runs = _resolve(path), []
+        if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
+            runs = sorted(Path(entry.path) for entry in os.scandir(path) if entry.is_dir())  # a folder of runs
+        places = [_resolve(run) for run in runs if (run / CHECKPOINTS).is_dir()] or [place]
+        listings += [_survey(place) for place in places]
     if as_json:
         print(json.dumps([_record(listing) for listing in listings], indent=1))
     else:
@@ -218,42 +212,35 @@ def _lines(listing: Survey) -> list[str]:
     head = f"{folder}: {plural(len(listing.steps), 'checkpoint')}"
     head += f", {len(listing.leftovers)} left over" if listing.leftovers else ""
     head += f", {format_bytes(sum(entry.num_bytes for entry in entries))}"
-    return [head, *aligned([_HEADINGS, *(_row(listing, entry) for entry in entries)], right=(2, 3, 4, 8)), *advice]
-
-
-def _row(listing: Survey, entry: Entry) -> tuple[str, ...]:
-    loss, contents = listing.loss_of(entry), ("-", "-", "-", "-")
-    if entry.manifest:
-        known = facts(entry.manifest, entry.state)
-        parameters = f"{format_count(known['parameters'])} {'+'.join(known['dtypes'])}".strip()
-        has_optimizer = "yes" if known["optimizer"] else "no"
-        contents = (f"{known['tensors']:,}", parameters, has_optimizer, layout_words(known["layout"]))
-    words = [_health(listing, entry)]
-    if entry.problems and entry.kind != "part":
-        more = f" (and {len(entry.problems) - 1} more)" if len(entry.problems) > 1 else ""
-        words[0] += f": {entry.problems[0].splitlines()[0]}{more}"
-    words += ["latest"] if entry.kind == STEP and entry.step == listing.latest else []
-    words += ["a resume takes it"] if listing.place.only is None and entry is listing.resumes_from() else []
-    size, shown_loss = (format_bytes(entry.num_bytes), str(entry.num_files)), "-" if loss is None else f"{loss:.4f}"
-    return entry.path.name, date(entry.saved), *size, *contents, shown_loss, ", ".join(words)
-
-
-def _health(listing: Survey, entry: Entry) -> str:
-    if entry.kind == "part":
-        return "being written or deleted" if listing.writer else "unfinished"
-    word = {STEP: "complete", "replaced": "set aside", "abandoned": "abandoned"}[entry.kind]
-    return word if not entry.problems else "damaged" if entry.kind == STEP else f"{word}, damaged"
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    for entry in entries:
+        contents = ("-", "-", "-", "-")
+        if entry.manifest:
+            known = facts(entry.manifest, entry.state)
+            parameters = f"{format_count(known['parameters'])} {'+'.join(known['dtypes'])}".strip()
+            has_optimizer = "yes" if known["optimizer"] else "no"
+            contents = (f"{known['tensors']:,}", parameters, has_optimizer, layout_words(known["layout"]))
+        words = [entry.health]
+        if entry.problems and entry.kind != "part":
+            more = f" (and {len(entry.problems) - 1} more)" if len(entry.problems) > 1 else ""
+            words[0] += f": {entry.problems[0].splitlines()[0]}{more}"
+        words += ["latest"] if entry.kind == STEP and entry.step == listing.latest else []
+        words += ["a resume takes it"] if listing.place.only is None and entry is listing.resumes_from else []
+        size = format_bytes(entry.num_bytes), str(entry.num_files)
+        loss = "-" if entry.loss is None else f"{entry.loss:.4f}"
+        rows.append((entry.path.name, date(entry.saved), *size, *contents, loss, ", ".join(words)))
+    return [head, *aligned(rows, right=(2, 3, 4, 8)), *advice]
 
 
 def _advice(listing: Survey) -> list[str]:
-    run, newest, lines = listing.place.run or listing.place.folder, listing.newest(), list(listing.notes)
+    run, newest, lines = listing.place.run or listing.place.folder, listing.newest, list(listing.notes)
     if listing.writer:
         lines.append(f"a job is writing here: {listing.writer.who}, last sign of life {listing.writer.age_s:.0f} s ago")
     if listing.place.only is None and newest is not None and newest.problems:
         before = [entry.path.name for entry in listing.steps if not entry.problems and entry.step < newest.step]
         way = f"--resume-fallback takes {before[-1]}" if before else "there is no complete one before it"
         lines.append(f"a resume stops at {newest.path.name}, which is damaged: {way}")
-    takes = listing.resumes_from()
+    takes = listing.resumes_from
     if takes is not None and takes.manifest is not None and not facts(takes.manifest, takes.state)["optimizer"]:
         lines.append(f"{takes.path.name} has no optimizer state: it loads with --finetune, or with --no-load-optim")
     kinds = {entry.kind for entry in listing.leftovers}
@@ -271,14 +258,13 @@ def _advice(listing: Survey) -> list[str]:
 
 
 def _record(listing: Survey) -> Record:
-    resumes, holder, run = listing.resumes_from(), listing.holder, listing.place.run
+    resumes, holder, run = listing.resumes_from, listing.holder, listing.place.run
 
     def record(entry: Entry) -> Record:
-        loss = listing.loss_of(entry)
         return {
-            "path": str(entry.path), "step": entry.step, "health": _health(listing, entry), "problems": entry.problems,
+            "path": str(entry.path), "step": entry.step, "health": entry.health, "problems": entry.problems,
             "saved": entry.saved, "bytes": entry.num_bytes, "files": entry.num_files,
-            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "loss": entry.loss if entry.loss is not None and math.isfinite(entry.loss) else None,
             **(facts(entry.manifest, entry.state) if entry.manifest else {}),
         }  # fmt: skip
 
@@ -295,11 +281,9 @@ def _record(listing: Survey) -> Record:
 
 
 def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | None) -> int:
-    """Verify checkpoints and print all problems of each, not only the first; return 0, or 3 if there is any.
+    """Print all problems of a checkpoint, or of ``every`` one of a run; return 0, or 3 if there is any.
 
-    Args:
-        every: verify all steps of the run.
-        deep: checks the tensors themselves, too (``tensors.deep_problems``, which needs torch).
+    ``deep`` checks the tensors themselves, too: ``tensors.deep_problems``, which needs torch.
     """
     if every:
         place = _resolve(path)
@@ -352,8 +336,8 @@ def byte_problems(step_dir: Path, listed: Manifest) -> list[str]:
         lacking = files.missing_or_cut(step_dir, Manifest(listed.step, listed.world_size, {name: record}, {}))
         texts += lacking
         there += [] if lacking else [name]
-    with Progress("verifying", sum(listed.files[name].num_bytes for name in there)) as progress:
-        return texts + files.changed(step_dir, listed, there, progress.add)
+    with progress("verifying", sum(listed.files[name].num_bytes for name in there)) as add:
+        return texts + files.changed(step_dir, listed, there, add)
 
 
 # -------------------------------------------------------------------------------------------------------------- prune
@@ -503,7 +487,8 @@ def facts(manifest: Manifest, state: Record) -> Record:
     return {
         "tensors": len(manifest.tensors), "parameters": sum(math.prod(shape) for shape in shapes),
         "dtypes": [SHORT_DTYPES.get(dtype, dtype) for dtype in sorted(elements, key=lambda d: -elements[d])],
-        "optimizer": sorted({kind for kind, _ in totals if kind != WEIGHTS}), "world_size": world_size, "layout": layout,
+        "optimizer": sorted({kind for kind, _ in totals if kind != WEIGHTS}), "world_size": world_size,
+        "layout": layout,
     }  # fmt: skip
 
 
@@ -530,39 +515,30 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-class Progress:
-    """Progress line on standard error with the bytes done and the time left; silent unless that is a terminal."""
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show bytes done and time left on a terminal's standard error; yields what counts bytes that were done."""
+    began = shown = time.monotonic()
+    done, width, lock, is_seen = 0, 0, threading.Lock(), sys.stderr.isatty()
 
-    _EVERY_S = 0.2
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done, self._width = what, total, 0, 0
-        self._began = self._shown = time.monotonic()
-        self._lock = threading.Lock()  # files are read by several threads
-        self._is_seen = sys.stderr.isatty()
-
-    def add(self, num_bytes: int) -> None:
-        """Add bytes that were done."""
-        with self._lock:
-            self._done += num_bytes
-            now = time.monotonic()
-            if self._is_seen and now - self._shown >= self._EVERY_S:
-                self._shown = now
-                left = (now - self._began) * (self._total - self._done) / max(self._done, 1)
-                share = f"{100 * self._done // max(self._total, 1)} %"
-                done = f"{format_bytes(self._done)} of {format_bytes(self._total)} ({share})"
-                self._show(f"{self._what}: {done}, {format_duration(left)} left")
-
-    def _show(self, words: str) -> None:
-        sys.stderr.write("\r" + words.ljust(self._width))
+    def write(text: str) -> None:
+        sys.stderr.write(text)
         sys.stderr.flush()
-        self._width = len(words)
 
-    def __enter__(self) -> Progress:
-        return self
+    def add(num_bytes: int) -> None:
+        nonlocal done, shown, width
+        with lock:  # files are read by several threads
+            done += num_bytes
+            now = time.monotonic()
+            if is_seen and now - shown >= 0.2:
+                shown, left = now, (now - began) * (total - done) / max(done, 1)
+                share = f"{format_bytes(done)} of {format_bytes(total)} ({100 * done // max(total, 1)} %)"
+                words = f"{what}: {share}, {format_duration(left)} left"
+                write("\r" + words.ljust(width))
+                width = len(words)
 
-    def __exit__(self, *_: object) -> None:
-        if self._width:  # erase the line
-            self._show("")
-            sys.stderr.write("\r")
-            sys.stderr.flush()
+    try:
+        yield add
+    finally:
+        if width:  # erase the line
+            write("\r" + " " * width + "\r")

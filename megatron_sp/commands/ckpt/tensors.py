@@ -28,11 +28,11 @@ from megatron_sp.checkpoint.stream import (
 )  # fmt: skip
 from megatron_sp.commands.ckpt.folders import (
     WEIGHTS,
-    Progress,
     Tensors,
     byte_problems,
     kind_of,
     plural,
+    progress,
     step_folder,
     warn,
     weights_of,
@@ -102,7 +102,7 @@ class Values:
         self.norm = math.hypot(self.norm, float(torch.linalg.vector_norm(x)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics for JSON, ``std`` being the population's; None in place of those that are not finite."""
+        """Return the statistics for JSON (``std`` is the population's), with None for those that are not finite."""
         std = math.sqrt(self._squares / self._finite) if self._finite else math.nan
         numbers = {"min": self.smallest, "max": self.largest, "mean": self.mean, "std": std, "norm": self.norm}
         counts = {"count": self.count, "zeros": self.zeros, "nan": self.nans, "infinite": self.infinities}
@@ -112,8 +112,8 @@ class Values:
 def read_values(step_dir: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return statistics of these tensors."""
     reader = NativeReader(step_dir, verified=True)
-    with Progress("reading tensors", sum(reader.tensors()[name].num_bytes for name in names)) as progress:
-        return {name: Values.of(reader.blocks(name), progress.add).to_dict() for name in names}
+    with progress("reading tensors", sum(reader.tensors()[name].num_bytes for name in names)) as add:
+        return {name: Values.of(reader.blocks(name), add).to_dict() for name in names}
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Distance:
     def of(
         cls, blocks: Iterable[tuple[Tensor, Tensor]], rtol: float, atol: float, progress: Callable[[int], None]
     ) -> Distance:
-        """Compute the distance of two tensors given in blocks of equal shapes; ``progress`` receives the first's bytes."""
+        """Compute the distance of two tensors, given in blocks of equal shapes; ``progress`` gets the first's bytes."""
         distance = cls()
         for a, b in blocks:
             step = max(1, PART_BYTES // max(a.element_size(), b.element_size()))
@@ -166,13 +166,13 @@ def distances(
     """Yield the distance of each of these tensors, which have the same shape in both checkpoints."""
     readers = [NativeReader(folder, verified=True) for folder in folders]
     infos = [reader.tensors() for reader in readers]
-    with Progress("comparing", sum(infos[0][name].num_bytes for name in names)) as progress:
+    with progress("comparing", sum(infos[0][name].num_bytes for name in names)) as add:
         for name in names:
             sizes = [info[name].dtype.itemsize for info in infos]
             # blocks of as many values in both, whatever the dtypes
             limits = [stream.BLOCK_BYTES * size // max(sizes) for size in sizes]
             blocks = [reader.blocks(name, limit) for reader, limit in zip(readers, limits, strict=True)]
-            yield name, Distance.of(zip(*blocks, strict=True), rtol, atol, progress.add)
+            yield name, Distance.of(zip(*blocks, strict=True), rtol, atol, add)
 
 
 # ------------------------------------------------------------------------------------------------------ verify --deep
@@ -208,10 +208,10 @@ def deep_problems(step_dir: Path, listed: Manifest) -> list[str]:
 
 def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
     infos = reader.tensors()
-    with Progress("reading tensors", sum(infos[name].num_bytes for name in names)) as progress:
+    with progress("reading tensors", sum(infos[name].num_bytes for name in names)) as add:
         for name in sorted(names):
             try:
-                values = Values.of(reader.blocks(name), progress.add)
+                values = Values.of(reader.blocks(name), add)
             except CheckpointError as error:
                 yield str(error)
                 continue
@@ -290,7 +290,8 @@ def _expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[in
 
 
 def merge(
-    path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None, allow_non_finite: bool = False
+    path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None,
+    allow_non_finite: bool = False,
 ) -> int:  # fmt: skip
     """Rewrite a checkpoint of many processes as one of a single process, one tensor at a time; return the exit code.
 
@@ -321,9 +322,9 @@ def merge(
     state |= {"has_optimizer": False} if weights_only else {}
     is_new = not output.exists()
     try:
-        with Progress("merging", sum(TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as progress:
+        with progress("merging", sum(TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as add:
             _copy_tokenizer(state, step_dir, output)
-            written = write_checkpoint(output, listed.step, sources, state, progress=progress.add)
+            written = write_checkpoint(output, listed.step, sources, state, progress=add)
     except BaseException:
         if is_new:  # the tokenizer is there before the tensors
             shutil.rmtree(output, ignore_errors=True)

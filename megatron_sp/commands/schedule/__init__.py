@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from megatron_sp.commands.schedule.train import LONG
 from megatron_sp.utils.entry_point import integer
@@ -56,9 +55,7 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     # the plan, the model and the layout, for all actions but ``train``
-    def add(*names: str, **options: Any) -> None:
-        parser.add_argument(*names, **options)
-
+    add = parser.add_argument
     # fmt: off
     add("plan", metavar="PLAN", help="file of a schedule (plan.yaml), or `auto`: the preset of the model's family")
     source = parser.add_mutually_exclusive_group(required=True)

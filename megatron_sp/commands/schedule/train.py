@@ -1,10 +1,10 @@
 """``megatron-sp schedule train``: train a local transformers model with a plan, or with the preset of its family.
 
-    torchrun --nproc-per-node 4 -m megatron_sp schedule train auto --model FOLDER --tp 2 --lr 1e-3 --train-iters 100 ...
-
-torch is imported only by what trains, so that errors are reported at once, except for folders whose file only
-transformers can read.
+torchrun --nproc-per-node 4 -m megatron_sp schedule train auto --model FOLDER --tp 2 --lr 1e-3 --train-iters 100 ...
 """
+
+# torch is imported only by what trains, so that errors are reported at once, except for folders whose file only
+# transformers can read.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLASSES = {"next": ("gpt", "AutoModelForCausalLM"), "masked": ("bert", "AutoMod
 
 
 def run(args: argparse.Namespace) -> int:
-    """Parse the remaining arguments as those of a training, and train; exits the process."""
+    """Train by the remaining arguments, and exit the process."""
     family, auto_class = _CLASSES[args.task]
     words = ["--bert-no-binary-head"] if family == "bert" else []
     for axis, flag in LONG.items():
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Writer:
-    """Writes a plan's directives into a schedule: from a file, a MODULE:FUNCTION, or the preset of the model's family."""
+    """Writes the directives of a file, a MODULE:FUNCTION or a family's preset into a schedule."""
 
     def __init__(self, plan: str) -> None:
         self.plan = plan
@@ -100,10 +100,9 @@ class Writer:
 def parse_external(
     argv: Sequence[str] | None = None, *, description: str, family: str, prog: str | None = None
 ) -> tuple[Config, str | None]:
-    """Parse the flags of a training and ``--model FOLDER``, whose config.json gives the shape, for an entry point.
+    """Parse the flags of a training and ``--model FOLDER``, whose config.json gives the shape; return both.
 
-    Prints and exits like ``parse_config``; ``family`` ("gpt" or "bert") is the kind of data that the model is trained
-    on. Returns the configuration, and the folder or None.
+    Prints and exits like ``parse_config``; ``family``, "gpt" or "bert", is the kind of data.
     """
     from megatron_sp.commands.pretrain import parse_config  # not for `megatron-sp --help`
 
