@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
 
 import pytest
 from support.paths import ROOT
@@ -112,10 +114,22 @@ TRITON = tuple(
 MAY_NAME_OPTIONAL = ("ops/availability.py", "commands/plot.py", "data/text_input.py")
 
 
-def imports(tree: ast.AST, module: str) -> list[tuple[int, str]]:
-    """(line, dotted name) of everything imported anywhere in a module; ``from a import b`` counts as ``a.b``."""
+parsed = cache(ast.parse)
+
+
+def statements(node: ast.AST, for_types: bool = True) -> Iterator[ast.AST]:
+    """All statements below a node, in functions and classes too; those for type checkers only if asked for."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, name, ()):
+            if for_types or not (isinstance(inner, ast.If) and "TYPE_CHECKING" in ast.unparse(inner.test)):
+                yield inner
+                yield from statements(inner, for_types)
+
+
+def imports(nodes: Iterable[ast.AST], module: str) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything that statements import; ``from a import b`` counts as ``a.b``."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -126,35 +140,17 @@ def imports(tree: ast.AST, module: str) -> list[tuple[int, str]]:
     return found
 
 
-def top_imports(tree: ast.Module) -> list[str]:
-    """First names imported when the module is loaded, TYPE_CHECKING blocks and functions left out."""
-    return [n.split(".")[0] for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for _, n in imports(node, "")]
-
-
-def attributes(tree: ast.AST) -> list[tuple[int, str]]:
-    """(line, dotted text) of every ``torch.distributed...`` expression."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) == ("torch", "distributed"):
-            found.append((node.lineno, "torch.distributed"))
-    return found
-
-
 def is_in(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
 def findings(path: str, source: str) -> list[str]:
-    """What is wrong with one module.
-
-    Args:
-        path: relative to the package, such as ``ops/attention.py``.
-    """
-    tree = ast.parse(source)
+    """What is wrong with one module, whose path is relative to the package, such as ``ops/attention.py``."""
     module = "megatron_sp." + path.removesuffix(".py").replace("/", ".")
-    folder = path.split("/")[0]
+    folder, tree = path.split("/")[0], parsed(source)
     level, bad = LEVELS.get(folder, len(LEVELS)), []  # what stands beside the folders may import all of them
-    for line, name in imports(tree, module):
+    imported, at_the_top = imports(statements(tree), module), imports(tree.body, module)
+    for line, name in imported:
         where = f"{path}:{line}"
         parts = name.split(".")
         if parts[0] == "megatron_sp" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != folder:
@@ -163,23 +159,26 @@ def findings(path: str, source: str) -> list[str]:
                 bad.append(f"{where}: {folder} (level {level}) imports {parts[1]} (level {other})")
         if path not in (*MAY_NAME_OPTIONAL, *TRITON) and any(is_in(name, package) for package in OPTIONAL):
             bad.append(f"{where}: {name} is optional: only {', '.join(MAY_NAME_OPTIONAL)} try to import such packages")
-    for line, name in [*imports(tree, module), *attributes(tree)]:
+    if re.search(r"torch\s*\.\s*distributed", source) and folder != "comm":
+        for node in ast.walk(tree):  # expressions, too
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                imported += [(node.lineno, "torch.distributed")] if (node.value.id, node.attr) == ("torch", "distributed") else []
+    for line, name in imported:
         allowed = MAY_NAME_DISTRIBUTED.get(folder)
         if is_in(name, "torch.distributed") and not (allowed and is_in(name, allowed)):
             bad.append(f"{path}:{line}: {name}: only comm/ talks to torch.distributed, checkpoint/ to its checkpoint package")
     kernels = ["megatron_sp." + path.removesuffix(".py").replace("/", ".") for path in TRITON]
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            bad += [
-                f"{path}:{line}: {name} loads Triton; import it in a function" for line, name in imports(node, module) if name in kernels
-            ]
+    bad += [f"{path}:{line}: {name} loads Triton; import it in a function" for line, name in at_the_top if name in kernels]
     if path.removesuffix(".py") in TORCH_FREE:
-        bad += [f"{path}: loads {name}; it must not" for name in top_imports(tree) if name in ("torch", "numpy")]
+        first = [name.split(".")[0] for _, name in at_the_top]
+        bad += [f"{path}: loads {name}; it must not" for name in first if name in ("torch", "numpy")]
     return bad
 
 
-def modules() -> list[str]:
-    return sorted(str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py"))
+@cache
+def modules() -> dict[str, str]:
+    """Path and text of every module."""
+    return {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def test_every_folder_has_a_level() -> None:
@@ -196,29 +195,15 @@ def test_the_design_note_has_the_same_levels() -> None:
 
 
 def test_the_package_keeps_its_layers() -> None:
-    assert [finding for path in modules() for finding in findings(path, (PACKAGE / path).read_text())] == []
-
-
-def run_time_imports(tree: ast.AST, module: str) -> Iterator[str]:
-    """Names imported anywhere but under TYPE_CHECKING; functions included, for they run too."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (name for _, name in imports(node, module) if is_in(name, "megatron_sp"))
-        yield from run_time_imports(node, module)
+    assert [finding for path, text in modules().items() for finding in findings(path, text)] == []
 
 
 def circles(sources: dict[str, str]) -> list[str]:
-    """Modules that import each other, directly or through others, and whatever lies between two circles.
-
-    Args:
-        sources: by dotted name.
-    """
+    """Modules (by dotted name) that import each other, directly or through others, and whatever lies between two circles."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
-        names = {name if name in sources else name.rpartition(".")[0] for name in run_time_imports(ast.parse(source), module)}
-        graph[module] = names & sources.keys() - {module}
+        named = [name for _, name in imports(statements(parsed(source), for_types=False), module)]
+        graph[module] = {name if name in sources else name.rpartition(".")[0] for name in named} & sources.keys() - {module}
     while graph:
         imported = set().union(*graph.values())
         free = {module for module, names in graph.items() if not names or module not in imported}
@@ -229,7 +214,7 @@ def circles(sources: dict[str, str]) -> list[str]:
 
 
 def test_no_modules_import_each_other() -> None:
-    sources = {"megatron_sp." + p.removesuffix(".py").replace("/", "."): (PACKAGE / p).read_text() for p in modules()}
+    sources = {"megatron_sp." + path.removesuffix(".py").replace("/", "."): text for path, text in modules().items()}
     assert circles({name.removesuffix(".__init__"): text for name, text in sources.items()}) == []
 
 
@@ -245,16 +230,9 @@ def test_a_circle_is_found() -> None:
 
 
 def test_nothing_but_the_named_packages_is_imported() -> None:
-    import sys
-
     known = CORE | OPTIONAL | set(sys.stdlib_module_names)
-    strange = [
-        f"{p}:{n}: {name}"
-        for p in modules()
-        for n, name in imports(ast.parse((PACKAGE / p).read_text()), "x.y")
-        if name.split(".")[0] not in known
-    ]
-    assert strange == []
+    imported = {(path, name.split(".")[0]) for path, text in modules().items() for _, name in imports(statements(parsed(text)), "x.y")}
+    assert {(path, name) for path, name in imported if name not in known} == set()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +253,7 @@ def test_nothing_but_the_named_packages_is_imported() -> None:
     ],
 )
 def test_a_breach_is_named(path: str, source: str, expected: str) -> None:
-    assert findings(path, source) and findings(path, source)[0].startswith(expected)
+    assert findings(path, source)[0].startswith(expected)
 
 
 @pytest.mark.parametrize(
