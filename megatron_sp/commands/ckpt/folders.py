@@ -42,7 +42,7 @@ _HEADINGS = ("folder", "saved", "size", "files", "tensors", "parameters", "optim
 
 
 class CheckpointPath(NamedTuple):
-    """What a path on the command line means."""
+    """Meaning of a path on the command line."""
 
     folder: Path  # folder of the step folders
     run: Path | None  # run folder, with LOCK and metrics.jsonl; None for step folders outside of a run
@@ -89,7 +89,7 @@ class Entry:
 
 @dataclass
 class Survey:
-    """What there is in a checkpoints folder."""
+    """Contents of a checkpoints folder."""
 
     place: CheckpointPath
     steps: list[Entry]  # in order of steps, as the leftovers

@@ -192,7 +192,8 @@ def test_simulations_of_dealt_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_index == (50 / 35, 50 / 35, (products + 50) / (products + 35)) and dealt[:2] == (40 / 35, 50 / 35)
 
 
-def test_the_other_benchmarks_run(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_the_benchmark_of_saves_runs(tmp_path: Path) -> None:
     done = run("save_stall.py", "--smoke", "--dir", str(tmp_path / "saves"), "--json", str(tmp_path / "s.json"))
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "s.json").read_text())["results"]
@@ -204,6 +205,9 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     one = results["smoke, 2 ranks"]
     assert one["seconds"]["median"] > one["fsync_seconds"]["median"] > 0 and one["hash_seconds"]["median"] > 0
     assert list((tmp_path / "saves").iterdir()) == []
+
+
+def test_the_benchmark_of_starts_runs(tmp_path: Path) -> None:
     done = run("startup.py", "--smoke", "--only", "help", "--json", str(tmp_path / "t.json"))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "t.json").read_text())["results"]["help"]["median"] > 0

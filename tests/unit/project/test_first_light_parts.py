@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,9 +259,10 @@ def test_an_unknown_gpu_has_no_prediction() -> None:
 
 
 def test_memory_is_held_against_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = {name: memory_peak.form(name, memory_peak._TINY, 2, "cpu", "torch") for name in ("GPT", "Llama")}
+    monkeypatch.setattr(memory_peak, "form", lambda name, *_: plans[name])  # each is a run of its own
     for factor, verdict in ((1.0, "ok"), (1.2, "wrong"), (0.8, "wrong")):
-        plan = memory_peak.memory.predict(memory_peak.LAYOUTS["GPT"], memory_peak._TINY, 2)
-        peak = int(plan.peak * factor)
+        peak = int(plans["GPT"].peak * factor)
         monkeypatch.setattr(memory_peak.memory, "run", lambda *_, peak=peak: [{"peak": peak, "resident": 1}])
         found = of(record(memory_peak.run), "bytes of a step")["GPT, kernels of torch"]
         assert found.verdict == verdict and found.values["measured / form"] == pytest.approx(factor, rel=1e-3)
@@ -277,6 +279,8 @@ def test_a_layout_is_measured_when_the_model_before_is_gone(monkeypatch: pytest.
         models.append(weakref.ref(model))
         return [{"peak": 1, "resident": 1}]
 
+    form = SimpleNamespace(peak=1000, resident=1, worst=SimpleNamespace(phase="forward", name="norm"))
+    monkeypatch.setattr(memory_peak, "form", lambda *_: form)
     monkeypatch.setattr(memory_peak.memory, "run", measured)
     gc.disable()
     try:
