@@ -116,8 +116,7 @@ def _inspect(args: argparse.Namespace) -> int:
     import numpy as np
 
     from megatron_sp.config.schema import DataConfig
-    from megatron_sp.data.indexed_dataset import IndexedDataset
-    from megatron_sp.data.indexed_dataset import document_tokens
+    from megatron_sp.data.indexed_dataset import IndexedDataset, document_tokens
     from megatron_sp.data.tokenizers import build_tokenizer
 
     dataset = IndexedDataset(args.prefix)

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
+from megatron_sp.config.schema import SENTENCEPIECE, WORDPIECE, DataConfig
 from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK

@@ -22,14 +22,10 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Curriculum:
-    """A curriculum.
+    """A curriculum."""
 
-    Attributes:
-        shortest, longest: lengths at the beginning and at the end.
-    """
-
-    shortest: int
-    longest: int
+    shortest: int  # length at the beginning
+    longest: int  # length at the end
     steps: int = 1  # steps from one to the other
     multiple: int = 1  # a length is rounded down to a multiple of this
     degree: float = 1.0  # of the root along which the length grows; 1: a straight line
@@ -52,8 +48,7 @@ def read_curriculum(words: tuple[str, ...]) -> Curriculum:
     Raises:
         ValueError: the words do not say one; the message has the form and the values.
     """
-    words = tuple(part for word in words for part in word.split())
-    kind, values = words[0] if words else "", words[1:]
+    kind, *values = " ".join(words).split() or [""]
     if kind not in _FORMS:
         raise ValueError(f"expected {', '.join(_FORMS)} and numbers, got '{kind[:40]}'")
     if kind == "fixed_discrete":
@@ -61,7 +56,14 @@ def read_curriculum(words: tuple[str, ...]) -> Curriculum:
     if len(values) != (5 if kind == "fixed_root" else 4):
         raise ValueError(f"expected {_FORMS[kind]}, got {len(values)} numbers: {' '.join(values)[:60]}")
     shortest, longest, steps, multiple = (_whole(word) for word in values[:4])
-    degree = 1.0 if kind == "fixed_linear" else _number(values[4])
+    degree = 1.0
+    if kind == "fixed_root":
+        try:
+            degree = float(values[4])
+        except ValueError:
+            degree = 0.0
+        if not 0.1 <= degree < math.inf:
+            raise ValueError(f"the degree of the root must be a number of at least 0.1, got '{values[4][:40]}'")
     if shortest > longest:
         raise ValueError(f"the shortest length ({shortest}) must be at most the longest ({longest})")
     if multiple > longest:
@@ -69,7 +71,7 @@ def read_curriculum(words: tuple[str, ...]) -> Curriculum:
     return Curriculum(shortest, longest, steps, multiple, degree)
 
 
-def _in_stages(values: tuple[str, ...]) -> Curriculum:
+def _in_stages(values: list[str]) -> Curriculum:
     if len(values) < 2:
         raise ValueError(f"expected {_FORMS['fixed_discrete']}, got '{' '.join(values)[:60]}'")
     stages = []
@@ -79,30 +81,15 @@ def _in_stages(values: tuple[str, ...]) -> Curriculum:
     longest = _whole(values[-1])
     lengths, lasts = [*(length for length, _ in stages), longest], [last for _, last in stages]
     if lengths != sorted(lengths) or lasts != sorted(set(lasts)):
-        raise ValueError(
-            f"lengths ({_listed(lengths)}) must grow, and so must the last steps with them ({_listed(lasts)})"
-        )
+        listed = [", ".join(map(str, row[:8])) + (", ..." if len(row) > 8 else "") for row in (lengths, lasts)]
+        raise ValueError(f"lengths ({listed[0]}) must grow, and so must the last steps with them ({listed[1]})")
     return Curriculum(lengths[0], longest, stages=tuple(stages))
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _whole(word: str) -> int:
     if not word.isdecimal() or not 1 <= int(word) <= 10**12:
         raise ValueError(f"expected a whole number of at least 1, got '{word[:40]}'")
     return int(word)
-
-
-def _number(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value < math.inf:
-        raise ValueError(f"the degree of the root must be a number of at least 0.1, got '{word[:40]}'")
-    return value
 
 
 def curriculum_violations(config: Config) -> Iterator[str]:
@@ -113,21 +100,19 @@ def curriculum_violations(config: Config) -> Iterator[str]:
         yield f"seq_length_curriculum: {error}"
         return
     if config.model.is_bert:
-        yield "--seq-length-curriculum cuts off GPT's samples, which are tokens of a stream; those of BERT are whole: leave it out"
-    parallel, kernels = config.parallel, config.kernels
-    ulysses = parallel.sequence_parallel_size * (
-        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    )
-    positions = -(-first // (ulysses * parallel.context_parallel_size))
-    if kernels.mlp_chunks > positions:
         yield (
-            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({positions} of the first"
-            f" {first} tokens of --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer"
-            " sequences"
+            "--seq-length-curriculum cuts off GPT's samples, which are tokens of a stream; those of BERT are whole:"
+            " leave it out"
         )
-    if parallel.num_pipeline_slices > first:
+    chunks, slices = config.kernels.mlp_chunks, config.parallel.num_pipeline_slices
+    positions = -(-first // config.parallel.num_shards)
+    if chunks > positions:
         yield (
-            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most the first length of"
-            f" --seq-length-curriculum ({first}): use --pipeline-slices {first} or less, or begin with longer"
-            " sequences"
+            f"mlp_chunks ({chunks}) must be at most the positions of a rank ({positions} of the first {first} tokens"
+            f" of --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer sequences"
+        )
+    if slices > first:
+        yield (
+            f"pipeline_slices ({slices}) must be at most the first length of --seq-length-curriculum ({first}): use"
+            f" --pipeline-slices {first} or less, or begin with longer sequences"
         )

@@ -12,7 +12,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_sp.config.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.fields import FieldKind, field_kinds
 from megatron_sp.config.rules import normalize, out_of_range, violations
 from megatron_sp.config.schema import GROUPS, Config
 

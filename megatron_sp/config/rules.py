@@ -1,7 +1,13 @@
 """Rules between the fields of a configuration, and values that one field implies for another.
 
 Nothing here needs torch, a file or a device, so every rank rejects an invalid command line at once, before the first
-collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and a remedy.
+collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and a remedy. The
+rules of a subject are in ``rules_*.py``; those of a feature are imported where one of its fields has not its default.
+
+Launch scripts are written once and used for many runs, so they contain flags without effect in this one:
+``--sequence-parallel`` with one tensor-parallel rank, ``--save-interval`` without ``--save``. ``normalize`` drops these,
+with one line for each, and only these: a flag whose request cannot be met, such as ``--finetune`` without ``--load``,
+is still an error. What a field needs to be read stands beside it in ``schema*.py``.
 """
 
 from __future__ import annotations
@@ -9,27 +15,34 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from megatron_sp.config.concessions import concede, is_read, settle_source
-from megatron_sp.config.field_kinds import field_kinds
-from megatron_sp.config.rules_batch import batch_violations, settle_batch_size
+from megatron_sp.config.fields import MAX_NUMBER, NCCL, field_kinds, flag_name
 from megatron_sp.config.rules_data import data_violations
-from megatron_sp.config.rules_model import settle_gelu, settle_groups, shape_violations, variant_violations
+from megatron_sp.config.rules_model import resolve_gelu, resolve_groups, shape_violations, variant_violations
 from megatron_sp.config.rules_training import (
+    batch_violations,
     learning_rate_violations,
     length_violations,
     optimizer_violations,
     precision_violations,
-)
-from megatron_sp.config.schema import GROUPS, Config, raise_all
-from megatron_sp.config.schema_data import default_type
-from megatron_sp.config.schema_run import PEAK_TFLOPS
-from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
+    resolve_batch_size,
+)  # fmt: skip
+from megatron_sp.config.schema import FIELDS, GROUPS, PEAK_TFLOPS, Config, default_type, raise_all
+from megatron_sp.utils.numbers import MAX_COUNT
 
+NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the ranks talk over gloo)"
+"""The line about a backend that the machine cannot have; ``training/setup.py`` says it where it is found out at the
+start.
+"""
 _MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems allow 255 and 4,095, and files inside the folder need some of them
+# The rules of a feature are imported where a field with one of these words in its name has not its default.
+_PIPELINE, _CONTEXT = ("pipeline",), ("cp_", "context_parallel", "delay_wgrad")
+_EXPERTS = ("moe_", "expert")
+_LAYOUT = ("_parallel_size", "sp_", "split_qkv", "zero")
+_CONDITIONAL = {key: item.metadata["only"] for key, item in FIELDS.items() if item.metadata["only"]}
 
 
 def normalize(config: Config) -> Config:
@@ -37,11 +50,11 @@ def normalize(config: Config) -> Config:
 
     Modifies ``config`` in place and returns it; idempotent.
     """
-    model, kernels, data = config.model, config.kernels, config.data
-    if config.parallel.use_distributed_optimizer and config.parallel.zero_stage == 0:
-        config.parallel.zero_stage = 1
-    if config.parallel.stage3_use_all_reduce_for_fetch_params:
-        config.parallel.zero3_fetch = "all_reduce"
+    model, kernels, data, parallel = config.model, config.kernels, config.data, config.parallel
+    if parallel.use_distributed_optimizer and parallel.zero_stage == 0:
+        parallel.zero_stage = 1
+    if parallel.stage3_use_all_reduce_for_fetch_params:
+        parallel.zero3_fetch = "all_reduce"
     if kernels.recompute_activations and kernels.recompute_granularity is None:
         kernels.recompute_granularity = "selective"
     if kernels.recompute_granularity == "full":
@@ -50,52 +63,25 @@ def normalize(config: Config) -> Config:
             kernels.recompute_num_layers = 1
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
-    settle_batch_size(config.batch)
-    if _asks(config.parallel, *_PIPELINE):
-        from megatron_sp.config.rules_pipeline import settle_stages
+    resolve_batch_size(config.batch)
+    if _asks(parallel, *_PIPELINE):
+        from megatron_sp.config.rules_pipeline import resolve_stages
 
-        settle_stages(config)
-    lines = [*settle_source(config)]
-    if _asks(config.parallel, *_CONTEXT):
-        from megatron_sp.config.rules_context import settle_comm_type
+        resolve_stages(config)
+    lines = [*_resolve_source(config)]
+    if _asks(parallel, *_CONTEXT):
+        from megatron_sp.config.rules_layout import resolve_comm_type
 
-        lines += settle_comm_type(config.parallel)
+        lines += resolve_comm_type(parallel)
     if _asks(model, *_EXPERTS):
-        from megatron_sp.config.rules_experts import settle_experts
+        from megatron_sp.config.rules_experts import resolve_experts
 
-        lines += settle_experts(config)
-    config.ignored_flags += (*lines, *settle_groups(config))
-    config.ignored_flags += tuple(concede(config, lambda: _wrong_values(config)))
+        lines += resolve_experts(config)
+    config.ignored_flags += (*lines, *resolve_groups(config))
+    config.ignored_flags += tuple(drop_unused(config))
     if config.knows_model and is_read(config, "model", "gelu_approximate"):
-        settle_gelu(model)
+        resolve_gelu(model)
     return config
-
-
-# The rules of a feature are imported where a field with one of these words in its name has not its default.
-_PIPELINE, _CONTEXT = ("pipeline",), ("cp_", "context_parallel", "delay_wgrad")
-_EXPERTS = ("moe_", "expert")
-_LAYOUT = ("_parallel_size", "sp_", "split_qkv", "zero")
-
-
-def _asks(group: Any, *words: str) -> bool:
-    return any(getattr(group, name) != default for name, default in _defaults(group.__class__, words))
-
-
-@cache
-def _defaults(cls: type, words: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    # (name, default) of a group's fields with one of ``words`` in their name
-    named = (item for item in dataclasses.fields(cls) if any(word in item.name for word in words))
-    return tuple((item.name, item.default) for item in named)
-
-
-def _wrong_values(config: Config) -> list[str]:
-    return _range_texts(config) or [
-        *variant_violations(config.model),
-        *learning_rate_violations(config),
-        *optimizer_violations(config),
-        *precision_violations(config),
-        *data_violations(config),
-    ]
 
 
 def validate(config: Config, world_size: int = 1) -> None:
@@ -145,6 +131,119 @@ def inference_violations(config: Config, world_size: int) -> list[str]:
     return [*of_heads, *shared_expert_violations(config), *whole_replica_violations(config, world_size)]
 
 
+def _asks(group: Any, *words: str) -> bool:
+    return any(getattr(group, name) != default for name, default in _defaults(group.__class__, words))
+
+
+@cache
+def _defaults(cls: type, words: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    # (name, default) of a group's fields with one of ``words`` in their name
+    named = (item for item in dataclasses.fields(cls) if any(word in item.name for word in words))
+    return tuple((item.name, item.default) for item in named)
+
+
+# -------------------------------------------------------------------------------------------- flags without an effect
+
+
+def is_read(config: Config, group: str, name: str) -> bool:
+    """Return whether a run reads a field, as far as conditions of the field say it."""
+    return all(condition.holds(config) for condition in FIELDS[group, name].metadata["only"])
+
+
+def has_shape(config: Config) -> bool:
+    """Return whether the flags define the model's shape without a checkpoint."""
+    model = config.model
+    return None not in (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length)
+
+
+def drop_nccl(config: Config, why: str) -> list[str]:
+    """Reset the flags about NCCL's communicators, which have no effect without it; one line for each that was given."""
+    lines = [_drop(config, *key, why) for key, conditions in _CONDITIONAL.items() if NCCL in conditions]
+    return list(filter(None, lines))
+
+
+def drop_flash(config: Config) -> list[str]:
+    """Take back what --use-flash-attn has asked for where there is no GPU: half of all scripts have the flag.
+
+    A kernel that --attention-backend names stays for the rules.
+    """
+    kernels = config.kernels
+    if not kernels.use_flash_attn:
+        return []
+    kernels.use_flash_attn = False
+    if ("kernels", "attention_backend") in config.given:
+        return []
+    kernels.attention_backend = "auto"
+    return ["--use-flash-attn (there is no GPU in this run: attention is torch's)"]
+
+
+def drop_unused(config: Config) -> list[str]:
+    """Reset the fields in ``config`` that have no effect in this run; idempotent. What a rule rejects is kept for it.
+
+    Returns:
+        One line for each field that was set: the flag, with the reason in brackets.
+    """
+    batch, checkpoint, kernels = config.batch, config.checkpoint, config.kernels
+    # Megatron's values for "never": 0 for an interval, -1 for validation batches
+    batch.exit_interval, batch.eval_interval = batch.exit_interval or None, batch.eval_interval or None
+    checkpoint.save_interval = checkpoint.save_interval or None
+    batch.eval_iters = 0 if batch.eval_iters == -1 else batch.eval_iters
+    lines = []
+    if kernels.use_flash_attn:
+        backend = kernels.attention_backend
+        if backend == "auto" and ("kernels", "attention_backend") not in config.given:
+            kernels.attention_backend = "flash"
+        elif backend != "flash":
+            kernels.use_flash_attn = False
+            lines.append(f"--use-flash-attn (--attention-backend {backend} says it more exactly)")
+    if kernels.device == "cpu":
+        lines += drop_flash(config)
+        if config.parallel.distributed_backend == "nccl":
+            config.parallel.distributed_backend = "gloo"
+            lines.append(NCCL_ON_CPU)
+    # all conditions are looked at before the first field is reset: some look at fields that others reset
+    unmet = {key: [c for c in conditions if not c.holds(config)] for key, conditions in _CONDITIONAL.items()}
+    for key, missing in unmet.items():
+        if missing and (config.knows_model or not any(condition.of_model for condition in _CONDITIONAL[key])):
+            lines.append(_drop(config, *key, missing[0].reason, _wrong_values, keeps=missing[0].keeps))
+    return list(filter(None, lines))
+
+
+def _drop(config: Config, group: str, name: str, why: str, wrong: Any = None, *, keeps: bool = False) -> str:
+    # reset a field that is not read, and return the line about it; empty if it was not set, or if a rule rejects it
+    default, value = FIELDS[group, name].default, config.get(group, name)
+    where, flag = config.given.get((group, name), ""), flag_name(name)
+    # a switch that is given as it is anyway asks for nothing, nor does a file that has every field
+    is_set = value != default or (where.startswith("--") and not isinstance(value, bool))
+    if not is_set or (value != default and wrong and any(flag in text or name in text for text in wrong(config))):
+        return ""
+    if not keeps:
+        config.set(group, name, default)
+    line = f"{where or flag} ({why})"
+    return line if config.says(group, name, value) and line not in config.ignored_flags else ""
+
+
+def _wrong_values(config: Config) -> Collection[str]:
+    return _range_texts(config) or [
+        *variant_violations(config.model),
+        *learning_rate_violations(config),
+        *optimizer_violations(config),
+        *precision_violations(config),
+        *data_violations(config),
+    ]
+
+
+def _resolve_source(config: Config) -> Iterator[str]:
+    # drop --use-checkpoint-args where there is no checkpoint and the other flags say what the model is
+    checkpoint = config.checkpoint
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and not checkpoint.auto_resume and has_shape(config):
+        checkpoint.use_checkpoint_args = False
+        yield "--use-checkpoint-args (without --load there is no checkpoint; the model is what the other flags say)"
+
+
+# --------------------------------------------------------------------------------------------------------- violations
+
+
 def _about_model(config: Config, world_size: int) -> Iterator[str]:
     parallel, kernels = config.parallel, config.kernels
     yield from shape_violations(config)
@@ -158,7 +257,7 @@ def _about_model(config: Config, world_size: int) -> Iterator[str]:
         yield from split_violations(config, world_size)
         yield from exchange_violations(config, world_size)
     if _asks(parallel, *_CONTEXT):
-        from megatron_sp.config.rules_context import context_violations, delay_violations
+        from megatron_sp.config.rules_layout import context_violations, delay_violations
 
         yield from context_violations(config)
         yield from delay_violations(config)
@@ -196,7 +295,7 @@ def _curriculum(config: Config) -> Iterator[str]:
 
 def _graphs(config: Config) -> Iterator[str]:
     if config.kernels.cuda_graphs == "on":
-        from megatron_sp.config.rules_graphs import obstacles, violation
+        from megatron_sp.config.rules_kernels import obstacles, violation
 
         yield from map(violation, obstacles(config))
 
@@ -207,45 +306,42 @@ def _range_texts(config: Config) -> list[str]:
 
 def out_of_range(config: Config) -> dict[tuple[str, str], list[str]]:
     """Return what is wrong with single fields, by (group, name): values out of range, unusable texts and paths."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for group, cls in GROUPS.items():
-        for name, kind in field_kinds(cls).items():
-            value, flag = getattr(getattr(config, group), name), f"--{name.replace('_', '-')}"
-            about = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
-            values = value if isinstance(value, tuple) else () if value is None else (value,)
-            if kind.base in ("int", "float"):
-                numbers = (each for each in values if not isinstance(each, str))  # --save-interval auto
-                texts = [text for each in numbers if (text := _out_of_bounds(flag, each, about, kind.base))]
-            elif kind.base == "str":
-                texts = [text for each in values if (text := _unusable_text(flag, each, about["path"]))]
-            else:
-                continue
-            if texts:
-                found[group, name] = texts
-    return found
+    wrong: dict[tuple[str, str], list[str]] = {}
+    for (group, name), item in FIELDS.items():
+        base, value = field_kinds(GROUPS[group])[name].base, config.get(group, name)
+        if value is None or base not in ("int", "float", "str"):
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        rests = [_unusable_text(each, item.metadata) if isinstance(each, str) else _out_of_bounds(each, base, item.metadata)
+                 for each in values]  # fmt: skip
+        if any(rests):
+            wrong[group, name] = [flag_name(name) + rest for rest in rests if rest]
+    return wrong
 
 
-def _out_of_bounds(flag: str, value: float, about: Mapping[str, Any], base: str) -> str | None:
+def _out_of_bounds(value: float, base: str, about: Mapping[str, Any]) -> str:
     low, high = about["low"], about["high"]
     if low is not None and value < low:
-        return f"{flag} ({_show(value)}) must be at least {_show(low)}"
+        return f" ({_show(value)}) must be at least {_show(low)}"
     if high is None:
         high = MAX_COUNT if base == "int" else MAX_NUMBER
-    return f"{flag} ({_show(value)}) must be at most {_show(high)}" if abs(value) > high else None
+    return f" ({_show(value)}) must be at most {_show(high)}" if abs(value) > high else ""
 
 
-def _unusable_text(flag: str, text: str, is_path: bool) -> str | None:
+def _unusable_text(text: str, about: Mapping[str, Any]) -> str:
     if "\0" in text:
-        return f"{flag}: a text with a zero byte in it cannot be a name"
-    if not is_path:
-        return None
-    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
-    if longest > _MAX_NAME or len(os.fsencode(text)) > _MAX_PATH:
+        return ": a text with a zero byte in it cannot be a name"
+    longest, length = max(len(os.fsencode(part)) for part in text.split("/")), len(os.fsencode(text))
+    if not about["path"] or (longest <= _MAX_NAME and length <= _MAX_PATH):
+        return ""
+    what = f"{length} bytes, and paths have at most {_MAX_PATH}"
+    if longest > _MAX_NAME:
         what = f"a name of {longest} bytes, and the longest have {_MAX_NAME}"
-        if longest <= _MAX_NAME:
-            what = f"{len(os.fsencode(text))} bytes, and paths have at most {_MAX_PATH}"
-        return f"{flag} ({text[:40]}...) has {what}"
-    return None
+    return f" ({text[:40]}...) has {what}"
+
+
+def _show(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _checkpoint(config: Config) -> Iterator[str]:
@@ -267,34 +363,31 @@ def _checkpoint(config: Config) -> Iterator[str]:
 
 
 def _logging(config: Config, world_size: int) -> Iterator[str]:
-    log = config.logging
+    log, parallel = config.logging, config.parallel
     if log.profile and log.profile_step_end <= log.profile_step_start:
         yield f"profile_step_end ({log.profile_step_end}) must be above profile_step_start ({log.profile_step_start})"
     absent = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
     if log.profile and absent:
         yield f"profile_ranks names rank {absent[0]}, but the ranks are 0 to {world_size - 1}"
-    parallel = config.parallel
-    if log.report_overlap is not None and parallel.replica_size == parallel.expert_model_parallel_size == 1:
-        yield (
-            "--report-overlap is about the exchanges of sequence-, context-, tensor- and pipeline-parallel ranks,"
-            " and with sequence_parallel_size 1, context_parallel_size 1, tensor_model_parallel_size 1 and"
-            " pipeline_model_parallel_size 1 there are none to report: add --sequence-parallel-size N,"
-            " --context-parallel-size N, --tensor-model-parallel-size N or --pipeline-model-parallel-size N, or"
-            " leave it out"
-        )
-    measures = "--report-overlap measures training steps"
-    if log.report_overlap is not None and config.batch.skip_train:
-        yield f"{measures}, and --skip-train takes none: give one of them"
-    if log.report_overlap is not None and parallel.verify_parallelism:
-        yield f"{measures}, and --verify-parallelism compares one step and ends: give one of them"
-    if log.peak_tflops is None or log.peak_tflops in PEAK_TFLOPS:
+    if log.report_overlap is not None:
+        if parallel.replica_size == parallel.expert_model_parallel_size == 1:
+            yield (
+                "--report-overlap is about the exchanges of sequence-, context-, tensor- and pipeline-parallel ranks,"
+                " and with sequence_parallel_size 1, context_parallel_size 1, tensor_model_parallel_size 1 and"
+                " pipeline_model_parallel_size 1 there are none to report: add --sequence-parallel-size N,"
+                " --context-parallel-size N, --tensor-model-parallel-size N or --pipeline-model-parallel-size N, or"
+                " leave it out"
+            )
+        measures = "--report-overlap measures training steps"
+        if config.batch.skip_train:
+            yield f"{measures}, and --skip-train takes none: give one of them"
+        if parallel.verify_parallelism:
+            yield f"{measures}, and --verify-parallelism compares one step and ends: give one of them"
+    peak = log.peak_tflops
+    if peak is None or peak in PEAK_TFLOPS:
         return
     try:
-        if not 0 < float(log.peak_tflops) < math.inf:
-            yield f"peak_tflops ({log.peak_tflops}) must be above 0"
+        if not 0 < float(peak) < math.inf:
+            yield f"peak_tflops ({peak}) must be above 0"
     except ValueError:
-        yield f"peak_tflops ({log.peak_tflops}) must be a number of TFLOP/s above 0, or one of {', '.join(PEAK_TFLOPS)}"
-
-
-def _show(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        yield f"peak_tflops ({peak}) must be a number of TFLOP/s above 0, or one of {', '.join(PEAK_TFLOPS)}"

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_sp.config.fields import flag_name
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.utils.numbers import division
 
 
-def settle_groups(config: Config) -> Iterator[str]:
-    """Make --group-query-attention and --num-query-groups agree, idempotent. Yield a line where one of them has no
-    effect.
-    """
-    model, where = config.model, config.given.get(("model", "num_query_groups"), "")
+def resolve_groups(config: Config) -> Iterator[str]:
+    """Make --group-query-attention and --num-query-groups agree; idempotent. Yield a line where one has no effect."""
+    model, where, groups = (
+        config.model,
+        config.given.get(("model", "num_query_groups"), ""),
+        config.model.num_query_groups,
+    )
     if not config.knows_model:
         return
     if ("model", "group_query_attention") in config.given and not model.group_query_attention:
-        if model.num_query_groups is not None:  # all arguments of Megatron in a file: false, and its default of 1
+        if groups is not None:  # all arguments of Megatron in a file: false, and its default of 1
             model.num_query_groups = None
-            yield f"{where or '--num-query-groups'} (without --group-query-attention: each query head has its own key and value)"
-    elif model.num_query_groups is not None:
+            why = "without --group-query-attention: each query head has its own key and value"
+            yield f"{where or '--num-query-groups'} ({why})"
+    elif groups is not None:
         # Megatron-DeepSpeed's --num-key-value-heads always counts
         is_megatrons = where.endswith(("num-query-groups", "num_query_groups"))
-        if is_megatrons and not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
+        if is_megatrons and not model.group_query_attention and groups != model.num_attention_heads:
             config.understood += (
-                f"{where} {model.num_query_groups} (these are the key/value heads, with or without"
-                f" --group-query-attention; Megatron-LM would have one for each of the {model.num_attention_heads}"
-                " query heads)",
+                f"{where} {groups} (these are the key/value heads, with or without --group-query-attention; Megatron-LM"
+                f" would have one for each of the {model.num_attention_heads} query heads)",
             )
         model.group_query_attention = True
     elif model.group_query_attention:
@@ -36,7 +39,7 @@ def settle_groups(config: Config) -> Iterator[str]:
         )
 
 
-def settle_gelu(model: ModelConfig) -> None:
+def resolve_gelu(model: ModelConfig) -> None:
     """Say which GELU the model has where no flag does, so that a checkpoint holds what it was trained with; idempotent."""
     if model.is_bert:
         model.bert_head_activation = model.head_activation  # first: it depends on whether the next field was given
@@ -46,41 +49,33 @@ def settle_gelu(model: ModelConfig) -> None:
 def shape_violations(config: Config) -> Iterator[str]:
     """Yield a message for each violated rule of the model's shape and variants."""
     model = config.model
-    shape = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-    }
-    missing = [name for name, value in {**shape, "seq_length": model.seq_length}.items() if value is None]
+    hidden, heads, length = model.hidden_size, model.num_attention_heads, model.seq_length
+    shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    missing = [flag_name(name) for name in shape if getattr(model, name) is None]
     if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        yield f"{flags} {'is' if len(missing) == 1 else 'are'} required: give the shape of the model, or --load DIR --use-checkpoint-args"
-    if (
-        model.hidden_size
-        and model.num_attention_heads
-        and not model.kv_channels
-        and model.hidden_size % model.num_attention_heads
-    ):
+        are = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} required"
+        yield f"{are}: give the shape of the model, or --load DIR --use-checkpoint-args"
+    if hidden and heads and not model.kv_channels and hidden % heads:
         yield (
-            f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads"
-            f" ({model.num_attention_heads}): {division(model.hidden_size, model.num_attention_heads)}; change one of"
-            " them, or give --kv-channels (width of a head)"
+            f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads}): {division(hidden, heads)};"
+            " change one of them, or give --kv-channels (width of a head)"
         )
-    if model.hidden_size and model.ffn_hidden_size is None and model.ffn_size == 0:
+    if hidden and model.ffn_hidden_size is None and model.ffn_size == 0:
         yield (
             f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size"
-            f" ({model.hidden_size}), rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
+            f" ({hidden}), rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
         )
     yield from _heads(config)
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(model, name) >= 1:
             yield f"{name} ({getattr(model, name)}) must be in [0, 1): it is the share that is dropped"
     if model.norm_epsilon <= 0:
-        yield f"norm_epsilon ({model.norm_epsilon}) must be above 0: it keeps the division by the standard deviation finite"
-    if model.seq_length and model.max_position_embeddings and model.max_position_embeddings < model.seq_length:
+        rule = "must be above 0: it keeps the division by the standard deviation finite"
+        yield f"norm_epsilon ({model.norm_epsilon}) {rule}"
+    if length and model.max_position_embeddings and model.max_position_embeddings < length:
         yield (
-            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length"
-            f" ({model.seq_length}): raise --max-position-embeddings to {model.seq_length} or leave it out"
+            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({length}): raise"
+            f" --max-position-embeddings to {length} or leave it out"
         )
     yield from variant_violations(model)
 
@@ -107,58 +102,58 @@ def _heads(config: Config) -> Iterator[str]:
 
 def variant_violations(model: ModelConfig) -> Iterator[str]:
     """Check what does not depend on the model's sizes."""
-    chosen = [name for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]
+    chosen = [flag_name(name) for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]
     if len(chosen) > 1:
-        yield f"{' and '.join('--' + name.replace('_', '-') for name in chosen)} exclude each other: give one activation"
+        yield f"{' and '.join(chosen)} exclude each other: give one activation"
     if model.qk_layernorm_scope == "all":
         if not model.qk_layernorm:
             yield "--qk-layernorm-scope all is about norms of queries and keys: add --qk-layernorm, or leave it out"
         elif model.normalization != "RMSNorm":
-            yield f"--qk-layernorm-scope all is for RMSNorm, and normalization is {model.normalization}: add --normalization RMSNorm"
+            yield (
+                f"--qk-layernorm-scope all is for RMSNorm, and normalization is {model.normalization}: add"
+                " --normalization RMSNorm"
+            )
     yield from _rotary(model)
     yield from _bert(model)
 
 
 def _rotary(model: ModelConfig) -> Iterator[str]:
-    if model.position_embedding_type == "rope" and model.rotary_base <= 0:
+    is_rotary, factor = model.position_embedding_type == "rope", model.rotary_seq_len_interpolation_factor
+    if is_rotary and model.rotary_base <= 0:
         yield f"rotary_base ({model.rotary_base}) must be above 0"
-    interpolation = model.rotary_seq_len_interpolation_factor
-    for name, given in (
-        ("--use-rope-scaling", model.use_rope_scaling), (f"--rotary-seq-len-interpolation-factor {interpolation:g}", interpolation != 1),
-    ):  # fmt: skip
-        if given and model.position_embedding_type != "rope":
-            yield f"{name} is about rotary positions: add --position-embedding-type rope, or leave it out"
-    if model.use_rope_scaling and interpolation != 1:
-        both = f"--use-rope-scaling and --rotary-seq-len-interpolation-factor {interpolation:g}"
-        yield f"{both} are two ways to make the same sequences longer: give one"
+    interpolation = f"--rotary-seq-len-interpolation-factor {factor:g}"
+    for flag, given in (("--use-rope-scaling", model.use_rope_scaling), (interpolation, factor != 1)):
+        if given and not is_rotary:
+            yield f"{flag} is about rotary positions: add --position-embedding-type rope, or leave it out"
+    if model.use_rope_scaling and factor != 1:
+        yield f"--use-rope-scaling and {interpolation} are two ways to make the same sequences longer: give one"
+    for name in ("rotary_seq_len_interpolation_factor", "rope_scaling_factor", "rope_scaling_low_freq_factor"):
+        if getattr(model, name) <= 0:
+            yield f"{name} ({getattr(model, name):g}) must be above 0"
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    for name, value in (
-        ("rotary_seq_len_interpolation_factor", interpolation), ("rope_scaling_factor", model.rope_scaling_factor),
-        ("rope_scaling_low_freq_factor", low),
-    ):  # fmt: skip
-        if value <= 0:
-            yield f"{name} ({value:g}) must be above 0"
     if high <= low:
         rule = f"rope_scaling_high_freq_factor ({high:g}) must be above rope_scaling_low_freq_factor ({low:g})"
         yield f"{rule}: frequencies between the two are stretched in part"
 
 
 def _bert(model: ModelConfig) -> Iterator[str]:
+    head, window = model.bert_head_activation, model.window_size
     if not model.is_bert:
-        for name, given in (("norm-placement post", model.norm_placement == "post"), ("num-tokentypes", model.num_tokentypes),
-                            ("bert-no-binary-head", model.bert_no_binary_head),
-                            (f"bert-head-activation {model.bert_head_activation}", model.bert_head_activation)):  # fmt: skip
+        for flag, given in (
+            ("norm-placement post", model.norm_placement == "post"), ("num-tokentypes", model.num_tokentypes),
+            ("bert-no-binary-head", model.bert_no_binary_head), (f"bert-head-activation {head}", head),
+        ):  # fmt: skip
             if given:
-                yield f"--{name} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
+                yield f"--{flag} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
         return
-    for name, given, instead in (
+    for flag, given, instead in (
         ("use-parallel-residual", model.use_parallel_residual, "here attention comes first, then the MLP"),
-        (f"window-size {model.window_size}", model.window_size, "BERT's tokens see all of their sequence"),
-    ):
+        (f"window-size {window}", window, "BERT's tokens see all of their sequence"),
+        ("untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights,
+         "BERT predicts masked tokens with the embedding's own table"),
+    ):  # fmt: skip
         if given:
-            yield f"--{name} is for GPT: {instead}; leave it out"
-    if model.untie_embeddings_and_output_weights:
-        yield "--untie-embeddings-and-output-weights is for GPT: BERT predicts masked tokens with the embedding's own table; leave it out"
+            yield f"--{flag} is for GPT: {instead}; leave it out"
     if model.has_order_head and model.num_tokentypes == 1:
         yield (
             "num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two"

@@ -9,90 +9,85 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 
-from megatron_sp.config.rules_context import DROPOUT_IN_PIECES
+from megatron_sp.config.fields import flag_name
+from megatron_sp.config.rules_layout import DROPOUT_IN_PIECES, these_are
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 
 _GROUP, _LETTER = re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"([^()*])\*(\d+)")
 _LONGEST = 1 << 16  # letters, after repetition
+_OF_STAGES = (
+    "pipeline_slices", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+)  # fmt: skip
 
 
-def settle_stages(config: Config) -> None:
+def resolve_stages(config: Config) -> None:
     """Turn what the flags say of a rank's stages into their number, unless the flags contradict each other; idempotent."""
-    parallel, layers = config.parallel, config.model.num_layers
-    each, p = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
-    if (
-        each is not None
-        and layers
-        and p > 1
-        and layers % (each * p) == 0
-        and parallel.num_virtual_stages_per_pipeline_rank is None
-    ):
-        parallel.num_virtual_stages_per_pipeline_rank = layers // (each * p)
+    parallel, layers, p = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    per_stage = parallel.num_layers_per_virtual_pipeline_stage
+    if p == 1 or parallel.num_virtual_stages_per_pipeline_rank is not None:
+        return
+    if per_stage is not None and layers and layers % (per_stage * p) == 0:
+        parallel.num_virtual_stages_per_pipeline_rank = layers // (per_stage * p)
         parallel.num_layers_per_virtual_pipeline_stage = None
-    if parallel.pipeline_model_parallel_layout and p > 1 and parallel.num_virtual_stages_per_pipeline_rank is None:
-        try:
+    elif parallel.pipeline_model_parallel_layout:
+        with suppress(ConfigError):  # the rules say what is wrong
             stages = len(layers_of_layout(parallel.pipeline_model_parallel_layout))
-        except ConfigError:
-            return  # the rules say what is wrong
-        if stages % p == 0 and stages > p:
-            parallel.num_virtual_stages_per_pipeline_rank = stages // p
+            if stages % p == 0 and stages > p:
+                parallel.num_virtual_stages_per_pipeline_rank = stages // p
 
 
 def pipeline_violations(config: Config) -> Iterator[str]:
     """Check the flags of pipelines, which must not contradict each other, and that each stage has layers."""
     parallel, layers = config.parallel, config.model.num_layers
     p, v, kind = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank, parallel.pipeline_kind
+    per_stage, layout = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_layout
     if p == 1:
-        yield from _without_pipeline(config)
+        given = these_are({
+            "--pipeline-schedule": parallel.pipeline_schedule not in (None, "auto"),
+            **{flag_name(name): getattr(parallel, name) is not None for name in _OF_STAGES},
+        })  # fmt: skip
+        if given:
+            yield (
+                f"{given} about the stages of a pipeline, and with pipeline_model_parallel_size 1 there is none: add"
+                " --pipeline-model-parallel-size N, or leave the flag out"
+            )
         return
-    each = parallel.num_layers_per_virtual_pipeline_stage
-    if each is not None and layers:
+    if per_stage is not None and layers:
         if parallel.num_virtual_stages_per_pipeline_rank is not None:
-            yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give one"
+            yield (
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give"
+                " one"
+            )
         else:
             yield (
                 f"num_layers ({layers}) must be a multiple of pipeline_model_parallel_size ({p}) *"
-                f" num_layers_per_virtual_pipeline_stage ({each}) = {p * each}: say"
+                f" num_layers_per_virtual_pipeline_stage ({per_stage}) = {p * per_stage}: say"
                 " --num-virtual-stages-per-pipeline-rank N instead, which deals any number of layers"
             )
         return
-    said = f"--pipeline-schedule {kind}"
     yield from _slices(config)
+    schedule = f"--pipeline-schedule {kind}"
     if kind in ("1f1b", "slices") and v > 1:
-        yield f"{said} has one stage on each rank, and there are {v}: use interleaved or zb1p, or leave the stages out"
-    if kind == "interleaved" and v == 1:
-        yield f"{said} needs several stages on each rank: add --num-virtual-stages-per-pipeline-rank 2 or more, or use 1f1b"
-    if kind == "zbv" and v != 2:
-        yield f"{said} has two stages on each rank, and there are {v}: leave --num-virtual-stages-per-pipeline-rank out, or use zb1p"
-    if layers:
-        yield from (
-            _layers(config, layers, p, v)
-            if parallel.pipeline_model_parallel_layout is None
-            else _layout(config, layers, p, v)
-        )
-
-
-def _without_pipeline(config: Config) -> Iterator[str]:
-    parallel = config.parallel
-    given = [
-        flag for flag, on in (
-            ("--pipeline-schedule", parallel.pipeline_schedule not in (None, "auto")),
-            ("--pipeline-slices", parallel.pipeline_slices is not None),
-            ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank is not None),
-            ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage is not None),
-            ("--decoder-first-pipeline-num-layers", parallel.decoder_first_pipeline_num_layers is not None),
-            ("--decoder-last-pipeline-num-layers", parallel.decoder_last_pipeline_num_layers is not None),
-            ("--pipeline-model-parallel-layout", parallel.pipeline_model_parallel_layout is not None),
-        ) if on
-    ]  # fmt: skip
-    if given:
         yield (
-            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the stages of a pipeline, and with"
-            " pipeline_model_parallel_size 1 there is none: add --pipeline-model-parallel-size N, or leave the flag out"
+            f"{schedule} has one stage on each rank, and there are {v}: use interleaved or zb1p, or leave the stages out"
         )
+    if kind == "interleaved" and v == 1:
+        yield (
+            f"{schedule} needs several stages on each rank: add --num-virtual-stages-per-pipeline-rank 2 or more, or"
+            " use 1f1b"
+        )
+    if kind == "zbv" and v != 2:
+        yield (
+            f"{schedule} has two stages on each rank, and there are {v}: leave --num-virtual-stages-per-pipeline-rank"
+            " out, or use zb1p"
+        )
+    if layers:
+        yield from _layers(config, layers, p, v) if layout is None else _layout(config, layout, layers, p, v)
 
 
 def _slices(config: Config) -> Iterator[str]:
@@ -136,9 +131,13 @@ def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
     given = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
     for name, count in given.items():
         if count is not None and v > 1 and parallel.pipeline_kind == "zbv":
-            yield f"{name} ({count}) is about the first or last rank, and with zbv one rank has both ends: leave it out, or use zb1p"
+            yield (
+                f"{name} ({count}) is about the first or last rank, and with zbv one rank has both ends: leave it out,"
+                " or use zb1p"
+            )
         elif count is not None and count % v:
-            yield f"{name} ({count}) must be a multiple of the stages on a rank ({v}): {count // v * v or v} or {(count // v + 1) * v}"
+            near = f"{count // v * v or v} or {(count // v + 1) * v}"
+            yield f"{name} ({count}) must be a multiple of the stages on a rank ({v}): {near}"
     between, left = (p - sum(count is not None for count in given.values())) * v, layers - (first or 0) - (last or 0)
     if between and left < between:
         yield (
@@ -146,25 +145,24 @@ def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
             " stages: lower --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
     if not between and left:
-        yield f"decoder_first_pipeline_num_layers ({first}) + decoder_last_pipeline_num_layers ({last}) must be num_layers ({layers})"
+        both = f"decoder_first_pipeline_num_layers ({first}) + decoder_last_pipeline_num_layers ({last})"
+        yield f"{both} must be num_layers ({layers})"
 
 
-def _layout(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
-    parallel = config.parallel
-    assert parallel.pipeline_model_parallel_layout
+def _layout(config: Config, layout: str, layers: int, p: int, v: int) -> Iterator[str]:
+    parallel, flag = config.parallel, "--pipeline-model-parallel-layout"
     try:
-        counts = layers_of_layout(parallel.pipeline_model_parallel_layout)
+        counts = layers_of_layout(layout)
     except ConfigError as error:
         yield str(error)
         return
-    said = "--pipeline-model-parallel-layout"
     if len(counts) != p * v:
-        stages = f" with {v} stages on each" if v > 1 else ""
-        yield f"{said} has {len(counts)} stages, and pipeline_model_parallel_size ({p}){stages} takes {p * v}: make them agree"
+        needed = f"pipeline_model_parallel_size ({p}){f' with {v} stages on each' if v > 1 else ''} takes {p * v}"
+        yield f"{flag} has {len(counts)} stages, and {needed}: make them agree"
     if sum(counts) != layers:
-        yield f"{said} has {sum(counts)} layers, and num_layers is {layers}: make them agree"
+        yield f"{flag} has {sum(counts)} layers, and num_layers is {layers}: make them agree"
     if parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None:
-        yield f"{said} has the layers of every stage: leave --decoder-first- and --decoder-last-pipeline-num-layers out"
+        yield f"{flag} has the layers of every stage: leave --decoder-first- and --decoder-last-pipeline-num-layers out"
 
 
 @cache
@@ -175,12 +173,17 @@ def layers_of_layout(text: str) -> tuple[int, ...]:
         ConfigError: it is no such text, or has stages that cannot be here; the message says which.
     """
     flag = f"--pipeline-model-parallel-layout {text[:80]}"
-    stages = _repeated(re.sub(r"[\s,'\"]", "", text), flag).split("|")
+    word = re.sub(r"[\s,'\"]", "", text)
+    for pattern in (_GROUP, _LETTER):
+        length = len(word) + sum(len(match[1]) * min(int(match[2][:9]), _LONGEST) for match in pattern.finditer(word))
+        if length > _LONGEST:  # before it is written out: (t)*999999999 would take a gigabyte
+            raise ConfigError(f"{flag}: that is more than {_LONGEST} letters")
+        word = pattern.sub(lambda match: match[1] * int(match[2]), word)
+    stages = word.split("|")
     letters = "".join(stages)
     if wrong := sorted(set(letters) - set("EtLm")):
-        raise ConfigError(
-            f"{flag}: {wrong[0]!r} means nothing there: E is the embedding, t a layer, L the head, | ends a stage, t*3 and (tt|)*2 repeat"
-        )
+        legend = "E is the embedding, t a layer, L the head, | ends a stage, t*3 and (tt|)*2 repeat"
+        raise ConfigError(f"{flag}: {wrong[0]!r} means nothing there: {legend}")
     if "m" in letters:
         raise ConfigError(f"{flag}: m is a head for further tokens (--mtp-num-layers), which is not there")
     if not re.fullmatch("Et*L", letters):
@@ -195,12 +198,3 @@ def layers_of_layout(text: str) -> tuple[int, ...]:
             " out, and layers are dealt so that the head counts"
         )
     return counts
-
-
-def _repeated(text: str, flag: str) -> str:
-    for pattern in (_GROUP, _LETTER):
-        length = len(text) + sum(len(match[1]) * min(int(match[2][:9]), _LONGEST) for match in pattern.finditer(text))
-        if length > _LONGEST:
-            raise ConfigError(f"{flag}: that is more than {_LONGEST} letters")
-        text = pattern.sub(lambda match: match[1] * int(match[2]), text)
-    return text

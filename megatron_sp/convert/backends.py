@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.config.schema_experts import is_expert_bias
+from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert import reference
 from megatron_sp.convert.formats.deepspeed_files import find
 from megatron_sp.convert.formats.megatron_files import iteration_folder

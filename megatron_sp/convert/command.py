@@ -22,7 +22,7 @@ import torch
 
 from megatron_sp import __version__
 from megatron_sp.checkpoint.stream import FiniteTensors
-from megatron_sp.config.schema_experts import is_expert_bias
+from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.foreign_model import ForeignModel

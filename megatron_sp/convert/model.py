@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_sp.checkpoint.stream import FiniteTensors
 from megatron_sp.config.rules import model_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
-from megatron_sp.config.schema_experts import is_expert_bias
+from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert.copies import Correspondence, TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.fields import field_kinds
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.model import nearest

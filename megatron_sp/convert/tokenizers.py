@@ -20,8 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
+from megatron_sp.config.schema import SENTENCEPIECE, WORDPIECE, DataConfig
 from megatron_sp.convert.model import Model
 from megatron_sp.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.hugging_face import (

@@ -17,7 +17,7 @@ from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron_sp.config.split_groups import SplitGroup
+    from megatron_sp.config.rules_data import SplitGroup
     from megatron_sp.data.blend import BlendedDataset
     from megatron_sp.data.index_cache import Expected
     from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -217,7 +217,7 @@ class _Builder:
             raise ConfigError("--data-path and --train/valid/test-data-path exclude each other: give one or the other")
         groups: list[tuple[SplitGroup, ...]] = [(), (), ()]
         if any(weighted):
-            from megatron_sp.config.split_groups import read_groups
+            from megatron_sp.config.rules_data import read_groups
 
             groups = [read_groups(words) for words in weighted]
         splits: list[_Sets] = []

@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from megatron_sp.config.schema import Config, ModelConfig
-from megatron_sp.config.schema_run import PEAK_TFLOPS
+from megatron_sp.config.schema import PEAK_TFLOPS, Config, ModelConfig
 from megatron_sp.utils.format import format_count, format_parameters
 
 if TYPE_CHECKING:

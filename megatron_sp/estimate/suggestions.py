@@ -33,7 +33,7 @@ def with_saves(plan: MemoryPlan, config: Config, world_size: int, device: Device
     """Return a plan with the copy for background saves, and whether its steps are captured."""
     copy_of_saves = copy_bytes(config, world_size)
     if device == "cuda":
-        from megatron_sp.config.rules_graphs import obstacles
+        from megatron_sp.config.rules_kernels import obstacles
 
         is_captured = config.kernels.cuda_graphs != "off" and not obstacles(config)
         return replace(plan, host=plan.host + copy_of_saves, is_captured=is_captured)

@@ -25,9 +25,8 @@ from megatron_sp.comm.failed_ranks import first_line, is_peer_failure
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json, gather_json
 from megatron_sp.config.rules import inference_violations
-from megatron_sp.config.rules_graphs import decoding_obstacles, violation
-from megatron_sp.config.schema import Config, ModelConfig, ParallelConfig, raise_all
-from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
+from megatron_sp.config.rules_kernels import decoding_obstacles, violation
+from megatron_sp.config.schema import SENTENCEPIECE, WORDPIECE, Config, ModelConfig, ParallelConfig, raise_all
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, choose_bos, kept
 from megatron_sp.data.tokenizers.kept import name_path
 from megatron_sp.inference.decoder import Capture

@@ -10,8 +10,8 @@ import math
 
 from megatron_sp.config.flags.arguments import draft_config
 from megatron_sp.config.rules import normalize, violations
-from megatron_sp.config.rules_context import can_delay
 from megatron_sp.config.rules_experts import share_violations
+from megatron_sp.config.rules_layout import can_delay
 from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.planner import report
 from megatron_sp.planner.advice import find_changes, least_memory

@@ -11,7 +11,7 @@ import copy
 import math
 from dataclasses import dataclass
 
-from megatron_sp.config.rules_graphs import obstacles
+from megatron_sp.config.rules_kernels import obstacles
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.flops import head_share, mlp_parameters, seen_share, step_flops_per_token
 from megatron_sp.estimate.rough import RoughRank

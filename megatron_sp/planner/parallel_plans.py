@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_sp.config.rules import normalize
-from megatron_sp.config.rules_context import can_delay
+from megatron_sp.config.rules_layout import can_delay
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.pipeline_choice import allowed_schedules
 

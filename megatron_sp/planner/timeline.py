@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_sp.config.rules_graphs import obstacles
+from megatron_sp.config.rules_kernels import obstacles
 from megatron_sp.config.schema import Config
 from megatron_sp.planner.hardware import Gpu
 from megatron_sp.planner.machine import Machine

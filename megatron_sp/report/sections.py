@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from megatron_sp.config.fields import described
 from megatron_sp.config.schema import GROUPS, Config
 from megatron_sp.report.charts import bar
 from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import Record, number
-from megatron_sp.utils.flag_field import described
 from megatron_sp.utils.format import show
 from megatron_sp.utils.markup import Html, table, tag
 

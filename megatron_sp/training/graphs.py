@@ -43,7 +43,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce_async
 from megatron_sp.comm.object_collectives import gather_json
-from megatron_sp.config.rules_graphs import Obstacle, obstacles, violation
+from megatron_sp.config.rules_kernels import Obstacle, obstacles, violation
 from megatron_sp.config.schema import Config, LoggingConfig, raise_all
 from megatron_sp.ops.allocator import host_empty
 from megatron_sp.ops.attention_choice import activate

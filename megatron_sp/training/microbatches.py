@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_sp.config.rules_batch import steps_in_samples
+from megatron_sp.config.rules_training import steps_in_samples
 from megatron_sp.config.schema import BatchConfig
 from megatron_sp.utils.numbers import divide
 

@@ -21,7 +21,7 @@ import torch
 from megatron_sp.comm.collectives import all_reduce, barrier
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.rules import violations
-from megatron_sp.config.rules_context import with_split
+from megatron_sp.config.rules_layout import with_split
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.layout import row_mask_of
 from megatron_sp.models.positions import rotary_of

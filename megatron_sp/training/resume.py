@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.checkpoint.manifest import stored_configuration
-from megatron_sp.config.concessions import is_read
-from megatron_sp.config.rules import normalize, validate
-from megatron_sp.config.rules_model import settle_gelu
+from megatron_sp.config.rules import is_read, normalize, validate
 from megatron_sp.config.schema import Config, ModelConfig, OptimizerConfig, diff
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
@@ -258,7 +256,7 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
     Raises CheckpointError, with the differences, if the model is another one.
     """
     old, _ = stored_configuration(stored)
-    settle_gelu(old.model)
+    resolve_gelu(old.model)
     if old.model.vocab_size is None:
         old.model.vocab_size = config.model.vocab_size
     rows = list(_differences(old.model, config.model, MODEL))

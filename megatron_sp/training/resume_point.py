@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_sp.checkpoint import find
 from megatron_sp.checkpoint.commit import holds_steps
 from megatron_sp.checkpoint.manifest import missing_or_cut, read_manifest, require_none
-from megatron_sp.config.concessions import has_shape
+from megatron_sp.config.rules import has_shape
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.run_log import saved_step

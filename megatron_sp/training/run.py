@@ -35,7 +35,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.comm.failed_ranks import Peers
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
-from megatron_sp.config.rules_batch import step_violation
+from megatron_sp.config.rules_training import step_violation
 from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.loader import BatchLoader
@@ -433,7 +433,7 @@ def choose_split(context: RunContext, origin: Origin | None) -> RunContext:
     config, groups = context.config, context.groups
     if not config.parallel.measures_split:
         return context
-    from megatron_sp.config.rules_context import with_split
+    from megatron_sp.config.rules_layout import with_split
     from megatron_sp.training import probe
 
     ranks = config.parallel.context_parallel_size

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import default_type
+from megatron_sp.config.schema import DataConfig, default_type
 from megatron_sp.data.tokenizers import Tokenizer, kept
 from megatron_sp.utils.errors import DataError
 

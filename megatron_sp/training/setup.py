@@ -25,7 +25,7 @@ from megatron_sp.comm.devices import gpu_of
 from megatron_sp.comm.failed_ranks import first_line, is_peer_failure
 from megatron_sp.comm.groups import Group, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
-from megatron_sp.config.concessions import NCCL_ON_CPU, drop_flash, drop_nccl
+from megatron_sp.config.rules import NCCL_ON_CPU, drop_flash, drop_nccl
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.training.kernel_selection import require_attention, require_fused_kernels

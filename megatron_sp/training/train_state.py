@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
-from megatron_sp.config.schema_experts import is_expert_bias
+from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, refresh_params, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.layers import shard_specs

@@ -23,8 +23,8 @@ from typing import NoReturn
 
 from megatron_sp.utils import output
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_DISK, EXIT_INTERRUPTED, EXIT_OK, ReportedError
-from megatron_sp.utils.flag_field import MAX_COUNT
 from megatron_sp.utils.import_checks import watch_imports
+from megatron_sp.utils.numbers import MAX_COUNT
 
 _PID = os.getpid()
 _NO_MEMORY = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MAX_COUNT = 10**15
+"""Largest integer that a flag takes if it has no bound of its own: products of two fit into 128 bits, sums into 64."""
+
 
 def divide(a: int, b: int) -> int:
     """Return a / b, which must be an integer."""

@@ -40,11 +40,11 @@ def with_tapes(then: Callable[[int], None] = lambda _: None) -> Callable[[int], 
         graphs.why_not_captured = lambda *_, **__: []  # type: ignore[assignment]
         cuda_graphs.CudaGraphs = lambda _: Tapes()  # type: ignore[assignment, misc]
         parts.use_graphs = lambda context, *rest: plain(dataclasses.replace(context, groups=OnGPU(context.groups)), *rest)
-        import megatron_sp.config.conditions as conditions
         import megatron_sp.config.rules as rules
+        from megatron_sp.config import fields
 
         graphs.require_captured = lambda *_, **__: None  # type: ignore[assignment]
-        object.__setattr__(conditions.GRAPHS, "holds", lambda _: True)
+        object.__setattr__(fields.GRAPHS, "holds", lambda _: True)
         rules._graphs.__code__ = (lambda config: iter(())).__code__
         then(rank)
 

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.config.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.fields import FieldKind, described, field_kinds
 from megatron_sp.config.flags import foreign_names as dialect
 from megatron_sp.config.flags.deepspeed_keys import BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.flag_help import flags_of, show_default
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.entry_point import run_program
-from megatron_sp.utils.flag_field import described
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/flags.md"
 

@@ -24,7 +24,7 @@ from megatron_sp.checkpoint import manifest as files
 from megatron_sp.checkpoint.commit import list_steps
 from megatron_sp.checkpoint.lock import Holder, RunLock, holder_of
 from megatron_sp.checkpoint.manifest import ITEM_BYTES, MANIFEST_NAME, STATE_NAME, Manifest, read_manifest, read_state
-from megatron_sp.config.schema_experts import is_expert_bias
+from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.report.run_history import number, read_history
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError, ConfigError, DataError, DiskError
 from megatron_sp.utils.files import fsync_dir

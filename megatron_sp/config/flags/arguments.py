@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_sp.config.field_kinds import FieldKind
+from megatron_sp.config.fields import FieldKind
 from megatron_sp.config.flags.draft import Draft, fields_of_groups
 from megatron_sp.config.flags.flag_names import ANY, OWN_SPECIAL, TOKEN_FLAGS, Setting, canonical, targets
 from megatron_sp.config.rules import normalize, out_of_range, violations

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.fields import field_kinds
 from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedConfig
 from megatron_sp.config.schema import GROUPS
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_sp.config.field_kinds import FieldKind
+from megatron_sp.config.fields import FieldKind
 from megatron_sp.config.flags.flag_names import Setting, Target, targets
 from megatron_sp.config.schema import GROUPS, Config
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sp.config.field_kinds import FieldKind
+from megatron_sp.config.fields import FieldKind
 from megatron_sp.config.flags.flag_names import Setting
 from megatron_sp.config.schema import Config
 

@@ -10,9 +10,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_sp.config.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.fields import FieldKind, described, field_kinds
 from megatron_sp.config.schema import GROUPS
-from megatron_sp.utils.flag_field import described
 
 _FOOTER = (
     "Flags of Megatron-LM and Megatron-DeepSpeed that have no meaning here are accepted and listed once as ignored;"

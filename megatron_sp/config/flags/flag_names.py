@@ -6,7 +6,7 @@ import dataclasses
 from functools import cache
 from typing import NamedTuple
 
-from megatron_sp.config.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.fields import FieldKind, field_kinds
 from megatron_sp.config.schema import GROUPS
 
 OWN_SPECIAL = {"preset": 1, "config": 1, "print-config": 0, "dry-run": 1, "world-size": 1, "help": 0}

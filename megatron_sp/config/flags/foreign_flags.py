@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from megatron_sp.config.field_kinds import FieldKind
+from megatron_sp.config.fields import FieldKind
 from megatron_sp.config.flags import foreign_names as names
 from megatron_sp.config.flags.draft import Draft, fields_of_groups, is_on
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.flag_names import TOKEN_FLAGS, Setting, targets
+from megatron_sp.config.rules_data import read_group_file
 from megatron_sp.config.schema import Config
-from megatron_sp.config.split_groups import read_group_file
 from megatron_sp.utils.errors import ConfigError
 
 

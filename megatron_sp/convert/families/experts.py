@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.config.schema_experts import MOST_LAYERS
+from megatron_sp.config.schema_model import MOST_LAYERS
 from megatron_sp.convert.copies import Copy, Index, View
 from megatron_sp.convert.families.decoders import Llama
 from megatron_sp.convert.families.family import Settings, gate_up, same, set_biases

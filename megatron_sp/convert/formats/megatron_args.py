@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_sp.config.flags.foreign_names import STANDARD_SPECS
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.config.schema_experts import layer_pattern
+from megatron_sp.config.schema_model import layer_pattern
 from megatron_sp.convert.families.family import Settings
 from megatron_sp.convert.formats.megatron_facts import Facts
 from megatron_sp.convert.model import Model

@@ -17,9 +17,9 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import STATE_NAME
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, write_checkpoint
 from megatron_sp.config.rules import normalize
-from megatron_sp.config.rules_model import settle_gelu
+from megatron_sp.config.rules_model import resolve_gelu
 from megatron_sp.config.schema import Config, DataConfig
-from megatron_sp.config.schema_experts import is_expert_bias
+from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert.copies import Copy, Correspondence, View
 from megatron_sp.convert.formats.format import Progress, require_inside
 from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, match_tensors, parameter_shapes, require_sound
@@ -219,7 +219,7 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
     if has_optimizer:
         model.notes.append(_NOTE)
     config = Config(model=replace(model.config))
-    settle_gelu(config.model)
+    resolve_gelu(config.model)
     weights = {name: info for name, info in store.tensors().items() if not name.startswith(OPTIMIZER)}
     dtypes = {info.dtype for name, info in weights.items() if not is_expert_bias(name)}
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}

@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE, default_type
+from megatron_sp.config.schema import SENTENCEPIECE, WORDPIECE, DataConfig, default_type
 from megatron_sp.data.tokenizers.tokenizer import FILE, MAX_BYTES, Tokenizer, read_bounded
 from megatron_sp.utils.errors import CheckpointError, DataError
 from megatron_sp.utils.files import fsync_dir, write_synced

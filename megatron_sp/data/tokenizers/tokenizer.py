@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE, default_type
+from megatron_sp.config.schema import SENTENCEPIECE, WORDPIECE, DataConfig, default_type
 from megatron_sp.utils.errors import ConfigError, DataError
 
 FILE = "tokenizer.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.fields import field_kinds
 from megatron_sp.config.flags import foreign_names as dialect
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args, draft_config
 from megatron_sp.config.flags.config_file import MAX_FILE_BYTES

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.config.concessions import concede
-from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.fields import described, field_kinds
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
-from megatron_sp.config.rules import normalize
+from megatron_sp.config.rules import drop_unused, normalize
 from megatron_sp.config.schema import GROUPS, Config, diff
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.flag_field import described
 
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data --lr 1e-3 --train-iters 4"
@@ -122,7 +120,7 @@ def test_a_file_of_all_fields_asks_for_nothing(tmp_path: Path) -> None:
 def test_a_configuration_that_nobody_typed() -> None:
     config = Config()
     config.model.rotary_base = 5.0
-    assert concede(config) == ["--rotary-base (without --position-embedding-type rope it has no effect)"]
+    assert drop_unused(config) == ["--rotary-base (without --position-embedding-type rope it has no effect)"]
     assert diff(config, Config()) == {}
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.fields import MAX_COUNT, MAX_NUMBER, field_kinds
 from megatron_sp.config.rules import normalize, validate, violations
-from megatron_sp.config.rules_batch import step_violation
+from megatron_sp.config.rules_training import step_violation
 from megatron_sp.config.schema import GROUPS, Config, diff
 from megatron_sp.data.gpt_dataset import split_bounds
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
-from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 
 GROUP_OF = {name: group for group, cls in GROUPS.items() for name in field_kinds(cls)}
 
@@ -599,15 +598,15 @@ def test_ignored_flags_do_not_make_a_difference() -> None:
 
 def test_settings_of_nccl_are_dropped_where_there_is_none() -> None:
     """They change no result; each is named with the reason. Numbers that NCCL would refuse stay for the rules."""
-    from megatron_sp.config.concessions import concede
+    from megatron_sp.config.rules import drop_unused
 
     given = {"nccl_sp_ctas": 8, "nccl_dp_ctas": 4, "nccl_cta_policy": "zero"}
     c = config(device="cpu", **given)
-    said = [*c.ignored_flags, *concede(c)]
+    said = [*c.ignored_flags, *drop_unused(c)]
     assert (c.parallel.nccl_sp_ctas, c.parallel.nccl_dp_ctas, c.parallel.nccl_cta_policy) == (None, None, "default")
     assert [line.partition(" ")[0] for line in said if "gloo" in line] == ["--nccl-sp-ctas", "--nccl-dp-ctas", "--nccl-cta-policy"]
     c = config(**given)
-    said = [*c.ignored_flags, *concede(c)]
+    said = [*c.ignored_flags, *drop_unused(c)]
     assert (c.parallel.nccl_sp_ctas, c.parallel.nccl_dp_ctas, c.parallel.nccl_cta_policy) == (None, 4, "zero")
     assert "--nccl-sp-ctas (without --sequence-parallel-size or --context-parallel-size above 1 it has no effect)" in said
     assert config(**given, context_parallel_size=2).parallel.nccl_sp_ctas == 8

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.rules import normalize
-from megatron_sp.config.rules_context import with_split
+from megatron_sp.config.rules_layout import with_split
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.rules import inference_violations, model_violations, normalize, violations
 from megatron_sp.config.schema import Config
-from megatron_sp.config.schema_experts import layer_pattern
+from megatron_sp.config.schema_model import layer_pattern
 from megatron_sp.utils.errors import ConfigError
 
 

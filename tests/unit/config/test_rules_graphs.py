@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.config.rules_graphs import obstacles
+from megatron_sp.config.rules_kernels import obstacles
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
 

@@ -10,8 +10,8 @@ import pytest
 from support.training import write_data
 
 from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.rules_data import SplitGroup, read_groups
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.split_groups import SplitGroup, read_groups
 from megatron_sp.data.build import Datasets, build_datasets
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.indexed_dataset import IndexedDataset

@@ -6,7 +6,7 @@ import importlib.util
 
 from support.paths import ROOT
 
-from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.fields import field_kinds
 from megatron_sp.config.schema import GROUPS
 
 

@@ -181,7 +181,22 @@ def command(*words: object) -> Callable[[Path], int]:
 PATH = object()
 SHAPE = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--vocab-size", "512"]
 
-ONE_LAYOUT = "--tp-size 1 --sp-size 2 --cp-size 1 --pp-size 1 --zero-stage 0 --micro-batch-size 1 --sp-overlap-mode none".split()
+ONE_LAYOUT = [
+    "--tp-size",
+    "1",
+    "--sp-size",
+    "2",
+    "--cp-size",
+    "1",
+    "--pp-size",
+    "1",
+    "--zero-stage",
+    "0",
+    "--micro-batch-size",
+    "1",
+    "--sp-overlap-mode",
+    "none",
+]
 
 
 @pytest.fixture(scope="module")
