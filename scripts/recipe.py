@@ -25,7 +25,7 @@ from pathlib import Path
 from recipe_variables import ROOT, RankCounts, Variables
 
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.config.flags.flag_names import canonical
+from megatron_sp.config.flags.settings import canonical
 from megatron_sp.config.presets import PROGRAMS
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.suggestions import shortage

@@ -1,4 +1,4 @@
-"""What a flag is: a dataclass field with help and bounds, the kind of value it takes, and when a run reads it.
+"""Flags as fields of dataclasses: help and bounds, kinds of values, and conditions under which a run reads a flag.
 
 The command line, YAML files and ``state.json`` all use ``FieldKind``, so a value means the same in all of them. Only
 the types that occur in ``config/schema*.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_sp.checkpoint.manifest import stored_configuration
 from megatron_sp.config.rules import is_read, normalize, validate
+from megatron_sp.config.rules_model import resolve_gelu
 from megatron_sp.config.schema import Config, ModelConfig, OptimizerConfig, diff
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError

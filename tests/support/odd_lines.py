@@ -162,7 +162,7 @@ def main_of(program: str) -> Callable[[list[str]], Any]:
 def flags_of(program: str) -> tuple[str, ...]:
     """Flags that it knows, and for a training some that it does not."""
     if program.startswith("pretrain_") or program in ("finetune_classifier.py", "train"):
-        from megatron_sp.config.flags.foreign_names import offered
+        from megatron_sp.config.flags.foreign_flags import offered
 
         return tuple(f"--{name}" for name in offered() if name not in ("help", "verify-parallelism"))
     folders = {"megatron-sp": ("commands/ckpt", "convert", "commands/schedule", "planner")}.get(program, ())

@@ -37,7 +37,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config import rules as _  # noqa: F401 - as above
-from megatron_sp.config.flags.flag_names import targets
+from megatron_sp.config.flags.settings import targets
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.tasks.bert import bert_task
 from megatron_sp.tasks.gpt import GPT

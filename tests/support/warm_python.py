@@ -77,7 +77,7 @@ def _serve(address: str) -> None:
     import megatron_sp.commands.cli
     import megatron_sp.commands.pretrain
     import megatron_sp.tasks.gpt  # noqa: F401
-    from megatron_sp.config.flags.flag_names import targets
+    from megatron_sp.config.flags.settings import targets
 
     targets()  # the table of all flags is kept
     torch.set_num_threads(1)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.fields import FieldKind, described, field_kinds
-from megatron_sp.config.flags import foreign_names as dialect
+from megatron_sp.config.flags import foreign_flags as dialect
 from megatron_sp.config.flags.deepspeed_keys import BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.flag_help import flags_of, show_default
+from megatron_sp.config.flags.settings import VALUE_SPELLINGS
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.entry_point import run_program
 
@@ -92,18 +93,15 @@ def _default(value: Any, kind: FieldKind) -> str:
 def _rewritten() -> Iterator[str]:
     yield "## Other spellings of Megatron-LM and Megatron-DeepSpeed\n"
     yield "| flag | means |\n|---|---|"
-    for name, rewrite in dialect.REWRITTEN.items():
+    for name, meanings in dialect.REWRITTEN.items():
         meaning = " ".join(
-            f"--{flag}" + ("" if value == "true" else f" {value or 'VALUE'}") for flag, value in rewrite.to
+            f"--{flag}" + ("" if value == "true" else f" {value or 'VALUE'}") for flag, value, _ in meanings
         )
-        yield f"| `--{name}{' VALUE' if rewrite.takes_value else ''}` | `{meaning}`{' unless that is given' if rewrite.weak else ''} |"
+        value = " VALUE" if any(meaning.value is None for meaning in meanings) else ""
+        yield f"| `--{name}{value}` | `{meaning}`{' unless that is given' if any(weak for *_, weak in meanings) else ''} |"
     for name, values in dialect.REWRITTEN_VALUES.items():
-        for value, rewrites in values.items():
-            settings = [
-                f"`--{flag}" + ("`" if word == "true" else f" {word}`")
-                for rewrite in rewrites
-                for flag, word in rewrite.to
-            ]
+        for value, meanings in values.items():
+            settings = [f"`--{flag}" + ("`" if word == "true" else f" {word}`") for flag, word, _ in meanings]
             yield f"| `--{name} {value}` | {' '.join(settings)} |"
     for name, flag in dialect.GROUP_FILES.items():
         yield f"| `--{name} FILE` | `--{flag}` with what the file has in double quotes, or line by line |"
@@ -117,7 +115,7 @@ def _rewritten() -> Iterator[str]:
 def _values() -> Iterator[str]:
     yield "## Other spellings of values\n"
     yield "| value | means |\n|---|---|"
-    for flag, spellings in dialect.VALUE_SPELLINGS.items():
+    for flag, spellings in VALUE_SPELLINGS.items():
         yield from (f"| `--{flag} {theirs}` | `--{flag} {ours}` |" for theirs, ours in spellings.items())
     yield "\nRefused, with what there is instead:\n\n| value | because |\n|---|---|"
     for flag, choices in dialect.MEGATRON_CHOICES.items():

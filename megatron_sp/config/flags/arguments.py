@@ -16,12 +16,22 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_sp.config.fields import FieldKind
-from megatron_sp.config.flags.draft import Draft, fields_of_groups
-from megatron_sp.config.flags.flag_names import ANY, OWN_SPECIAL, TOKEN_FLAGS, Setting, canonical, targets
+from megatron_sp.config.fields import FieldKind, field_kinds
+from megatron_sp.config.flags.settings import (
+    ANY,
+    OWN_SPECIAL,
+    TOKEN_FLAGS,
+    Draft,
+    Setting,
+    canonical,
+    fields_of_groups,
+    read_config_file,
+    targets,
+)  # fmt: skip
 from megatron_sp.config.rules import normalize, out_of_range, violations
-from megatron_sp.config.schema import Config, raise_all
+from megatron_sp.config.schema import FIELDS, GROUPS, Config, raise_all
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.launch import launched_processes
 
@@ -74,15 +84,15 @@ def read_request(argv: Sequence[str], *, world_size: int | None = None, family: 
 
 
 def config_from_args(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Config:
-    """Return the configuration of a run's command line, ignoring --help, --print-config and --dry-run. Raises
-    ConfigError.
+    """Return the configuration of a run's command line, ignoring --help, --print-config and --dry-run.
+
+    Raises ConfigError.
     """
     return _configure(scan(argv), world_size, family)
 
 
 def draft_config(argv: Sequence[str]) -> tuple[Config, set[tuple[str, str]]]:
-    """Return an incomplete configuration, neither normalised nor validated, and the fields that were given, as (group,
-    name).
+    """Return an incomplete configuration, neither normalised nor validated, and the fields given, as (group, name).
 
     Raises:
         ConfigError: the command line cannot be parsed.
@@ -119,42 +129,26 @@ def _configure(line: CommandLine, world_size: int | None, family: str | None) ->
     return normalize(config)
 
 
-def _broken_rules(draft: Draft, line: CommandLine, world_size: int) -> list[str]:
-    trial = normalize(copy.deepcopy(draft.config))
-    if not draft.problems and not out_of_range(trial):
-        return violations(trial, world_size)
-    from megatron_sp.config.open_fields import OpenFields, certain_violations
-
-    # nothing is known about fields that a problem says to set, either
-    named = (canonical(flag) for problem in draft.problems for flag in re.findall(r"--[a-z][\w-]*", problem))
-    perhaps = {targets()[name][:2] for name in named if name in targets()} | draft.perhaps
-    fields = OpenFields(draft.meant, perhaps - draft.config.given.keys() - draft.meant, line.world_size_is_open)
-    return certain_violations(draft.config, world_size, fields)
-
-
 def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
-    own = [] if family is None else [Setting("model-family", (family,), "this program")]
-    of_files: list[Setting] = []
+    settings = [] if family is None else [Setting("model-family", (family,), "this program")]
     for path in line.config_files:
-        from megatron_sp.config.flags.config_file import read_config_file
-
         try:
-            of_files += read_config_file(path)
+            settings += read_config_file(path)
         except ConfigError as error:
             line.problems.append(str(error))
             line.has_all_settings = False
-    return own + of_files + line.settings
+    return settings + line.settings
 
 
 # ------------------------------------------------------------------------------------------------------- scanning
 
 
 def scan(argv: Sequence[str]) -> CommandLine:
-    """Split a command line into flags and their words; words that belong to no flag and invalid uses are recorded as
-    problems.
+    """Split a command line into flags and their words.
+
+    Words that belong to no flag and invalid uses are recorded as problems.
     """
-    line, rest = CommandLine(), list(argv)
-    previous = ""
+    line, rest, previous = CommandLine(), list(argv), ""
     while rest:
         word = rest.pop(0)
         if word == "-h":
@@ -162,13 +156,13 @@ def scan(argv: Sequence[str]) -> CommandLine:
         if not word.startswith("--") or word == "--":
             line.problems.append(_stray(word, previous))
             if word.startswith("-"):  # one dash too few: its value would be reported as well
-                del rest[: next((i for i, other in enumerate(rest) if _is_flag(other)), len(rest))]
+                del rest[: _num_until_flag(rest)]
             continue
         spelling, equals, value = word.partition("=")
         name, previous = canonical(spelling), spelling
         words = (value,) if equals else tuple(rest[: _num_words(name, rest)])
         del rest[: 0 if equals else len(words)]
-        _note(line, Setting(name, words, spelling))
+        _take(line, Setting(name, words, spelling))
     if line.world_size is not None and line.dry_run is None:
         started = "a run has as many processes as the launcher starts (torchrun --nproc-per-node N)"
         line.problems.append(f"--world-size is for --dry-run: {started}")
@@ -184,18 +178,19 @@ def _stray(word: str, previous: str) -> str:
     return f"unexpected '{word}': {previous} takes {takes}"
 
 
-def _note(line: CommandLine, setting: Setting) -> None:
-    if setting.name == "help":
+def _take(line: CommandLine, setting: Setting) -> None:
+    name, words, _ = setting
+    if name == "help":
         line.help = True
-    elif setting.name == "print-config":
+    elif name == "print-config":
         line.print_config = True
-    elif setting.name == "dry-run":
-        line.dry_run = setting.words[0] if setting.words else "text"
+    elif name == "dry-run":
+        line.dry_run = words[0] if words else "text"
         if line.dry_run not in _DRY_RUN:
             line.problems.append(f"--dry-run: expected nothing, or one of {', '.join(_DRY_RUN)}, got '{line.dry_run}'")
-    elif setting.name == "world-size":
+    elif name == "world-size":
         try:
-            line.world_size = FieldKind("int").parse(setting.words)
+            line.world_size = FieldKind("int").parse(words)
             if line.world_size < 1:
                 rule = "must be at least 1: it is the number of processes"
                 line.problems.append(f"--world-size ({line.world_size}) {rule}")
@@ -203,9 +198,9 @@ def _note(line: CommandLine, setting: Setting) -> None:
         except ValueError as error:
             line.problems.append(f"--world-size: {error}")
             line.world_size_is_open = True
-    elif setting.name == "config":
-        if setting.words and setting.words[0]:
-            line.config_files.append(setting.words[0])
+    elif name == "config":
+        if words and words[0]:
+            line.config_files.append(words[0])
         else:
             line.problems.append("--config: expected the path of a YAML file, got nothing")
     else:
@@ -213,13 +208,14 @@ def _note(line: CommandLine, setting: Setting) -> None:
 
 
 def _num_words(name: str, rest: list[str]) -> int:
-    following = next((i for i, word in enumerate(rest) if _is_flag(word)), len(rest))
     if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's --profile takes a word
         return 1
     if name == "dry-run":
         return int(rest[:1] != [] and rest[0] in _DRY_RUN)
-    wanted = ANY if name == "num-experts" else _arity(name)  # Megatron-DeepSpeed's may be a list
-    return following if wanted == ANY else min(wanted, following)
+    wanted, following = _arity(name), _num_until_flag(rest)
+    if name == "num-experts" or wanted == ANY:  # Megatron-DeepSpeed's --num-experts may be a list
+        return following
+    return min(wanted, following)
 
 
 def _arity(name: str) -> int:
@@ -229,13 +225,16 @@ def _arity(name: str) -> int:
         return 0 if kind.base == "bool" else ANY if kind.many else 1
     if name in OWN_SPECIAL:
         return OWN_SPECIAL[name]
-    from megatron_sp.config.flags.foreign_names import foreign_arity
+    from megatron_sp.config.flags.foreign_flags import foreign_arity
 
     return foreign_arity(name)
 
 
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
+def _num_until_flag(words: list[str]) -> int:
+    for i, word in enumerate(words):
+        if word.startswith("-") and len(word) > 1 and word[1] != "." and not word[1].isdigit():  # -1 and -.5 are values
+            return i
+    return len(words)
 
 
 # ------------------------------------------------------------------------------------------------------- applying
@@ -258,21 +257,21 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Dra
     ignored = []
     if foreign is not None:
         foreign.apply_weak()
-        ignored = foreign.settle_deepspeed(world_size)
+        ignored = foreign.resolve_deepspeed(world_size)
     held = {} if foreign is None else foreign.held
     if held or (config.model.num_experts or 0) > 1:
-        from megatron_sp.config.flags.expert_dialects import settle_expert_dialect
+        from megatron_sp.config.flags.expert_dialects import resolve_expert_dialect
 
         try:
-            ignored += settle_expert_dialect(config, settings, held, world_size)
+            ignored += resolve_expert_dialect(config, settings, held, world_size)
         except ValueError as error:
             draft.problems.append(str(error))
             about = ("moe", "num_experts")
             draft.perhaps |= {each for each in fields_of_groups("model") if each[1].startswith(about)}
     if foreign is not None:
-        foreign.settle_tokens()
+        foreign.resolve_tokens()
         ignored = [*(f"{where} ({reason})" for where, reason in foreign.ignored.items()), *ignored]
-    _settle_preset(config)
+    _trim_preset(config)
     if config.adds_null_end and config.model.vocab_size:
         # as Megatron's tokenizer of this name does; a configuration, on disk too, counts all ids
         config.model.vocab_size += 1
@@ -305,18 +304,69 @@ def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
     return []
 
 
-def _settle_preset(config: Config) -> None:
-    """Record which fields still have the preset's values; a tokenizer replaces its vocabulary, a longer sequence its
-    table length.
-    """
+def _trim_preset(config: Config) -> None:
+    # a tokenizer replaces the preset's vocabulary, a longer sequence its table length
     model, data = config.model, config.data
     own = {name for name in config.preset_fields if ("model", name) not in config.given}
-    if "vocab_size" in own and (
-        data.tokenizer_model or data.vocab_file or data.merge_file or data.tokenizer_type not in (None, "NullTokenizer")
-    ):
+    has_tokenizer = data.tokenizer_model or data.vocab_file or data.merge_file
+    if "vocab_size" in own and (has_tokenizer or data.tokenizer_type not in (None, "NullTokenizer")):
         model.vocab_size = None
         own.remove("vocab_size")
     if "max_position_embeddings" in own and (model.seq_length or 0) > (model.max_position_embeddings or 0):
         model.max_position_embeddings = None  # as long as the sequence
         own.remove("max_position_embeddings")
     config.preset_fields = frozenset(own)
+
+
+# ------------------------------------------------------------------------- rules of what could not be read in full
+#
+# A value that is no number, a mistyped name or a number out of range leaves a field open. The rules between fields are
+# then tried with several values for it, and a violation counts if all of them have it, to the letter: whoever corrects
+# a typo is told of everything else at once, and of nothing that only follows from the typo.
+
+_INTEGERS = (1, 2, 3, 8)  # small: some rules go through the ranks and the stages one by one
+_NUMBERS = (0.01, 0.5, 1.0, 100.0)
+_WORLDS = (1, 2, 3, 48)
+
+
+def _broken_rules(draft: Draft, line: CommandLine, world_size: int) -> list[str]:
+    trial = normalize(copy.deepcopy(draft.config))
+    bounds = out_of_range(trial)
+    if not draft.problems and not bounds:
+        return violations(trial, world_size)
+    # nothing is known about fields that a problem says to set, either
+    named = (canonical(flag) for problem in draft.problems for flag in re.findall(r"--[a-z][\w-]*", problem))
+    perhaps = {targets()[name][:2] for name in named if name in targets()} | draft.perhaps
+    meant = draft.meant | bounds.keys()
+    perhaps -= draft.config.given.keys() | draft.meant
+    if not (meant or perhaps or line.world_size_is_open):
+        return violations(trial, world_size)
+    common: list[str] | None = None
+    for number in range(1 + len(_INTEGERS)):
+        trial = copy.deepcopy(draft.config)
+        for group, name in meant | perhaps:
+            if number > 0 or (group, name) in meant:  # the first trial is without what only may have been meant
+                trial.set(group, name, _stand_in(group, name, number))
+        broken = violations(normalize(trial), _WORLDS[number % len(_WORLDS)] if line.world_size_is_open else world_size)
+        common = broken if common is None else [text for text in common if text in broken]
+        if not common:
+            break
+    return [text for texts in bounds.values() for text in texts] + (common or [])
+
+
+def _stand_in(group: str, name: str, number: int) -> Any:
+    # the field's ``number``-th plausible value: it is within the field's own bounds
+    kind, about = field_kinds(GROUPS[group])[name], FIELDS[group, name].metadata
+    if kind.base == "choice":
+        value: Any = kind.choices[number % len(kind.choices)]
+    elif kind.base == "bool":
+        value = bool(number % 2)
+    elif kind.base == "str":
+        value = "xy"[number % 2]  # a message that quotes it is not in all trials
+    else:
+        values = _INTEGERS if kind.base == "int" else _NUMBERS
+        value = values[number % len(values)]
+        value = value if about["low"] is None else max(value, about["low"])
+        value = value if about["high"] is None else min(value, about["high"])
+        value = int(value) if kind.base == "int" else float(value)
+    return (value,) * (1, 3)[number % 2] if kind.many else value

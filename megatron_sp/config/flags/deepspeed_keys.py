@@ -6,9 +6,7 @@ unsupported offloading. *Unknown*: listed in the same line, but an error if it l
 ``null`` count as not given, whatever the key.
 
 For a missing key our default applies. Only inside an ``optimizer`` block, and an enabled ``fp16`` block, missing keys
-have DeepSpeed's defaults. An ``optimizer`` block beside ``--lr`` is not read: Megatron-DeepSpeed hands its own
-optimizer, made from the flags, to ``deepspeed.initialize``, which then leaves the block alone. The file is parsed with
-limits on size, depth and number of values. Nothing here imports torch.
+have DeepSpeed's defaults. The file is parsed with limits on size, depth and number of values.
 """
 
 from __future__ import annotations
@@ -16,17 +14,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
-from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedConfig
-from megatron_sp.config.flags.deepspeed_reader import Keys, Reader, block_of, if_on, inside, must_be, sets, short, words
-from megatron_sp.config.flags.deepspeed_training import (
-    ADAM,
-    ALL_TOKENS,
-    DATA_EFFICIENCY,
-    handle_curriculum,
-    handle_optimizer,
-    handle_scheduler,
-)
+from megatron_sp.config.curriculum import read_curriculum
+from megatron_sp.config.fields import shorten
+from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedFile, Handler, Keys, show
+from megatron_sp.config.flags.settings import MAX_FILE_BYTES
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.files import read_text
 from megatron_sp.utils.strict_json import parse_object
@@ -36,7 +27,7 @@ _FP16_ON = ("precision.fp16", True)
 _STAGE_3 = ("parallel.zero_stage", 3)
 
 
-def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedConfig:
+def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedFile:
     """Read and interpret a file.
 
     Args:
@@ -49,90 +40,115 @@ def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedConfig
         data = parse_object(text.encode(), f"--deepspeed_config {path}", _MAX_VALUES)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    reader = Reader(os.path.basename(path))
+    file = DeepSpeedFile(os.path.basename(path))
     if rate and isinstance(data.get("optimizer"), dict):
+        # Megatron-DeepSpeed hands its own optimizer, made from the flags, to deepspeed.initialize
         block = data.pop("optimizer")
-        reader.found.overruled.append(
-            f"{reader.where('optimizer', block)} (the optimizer is that of {rate} and the flags beside it, as in"
+        file.overruled.append(
+            f"{file.where('optimizer', block)} (the optimizer is that of {rate} and the flags beside it, as in"
             " Megatron-DeepSpeed, where DeepSpeed never reads this block)"
         )
-    reader.block(data, "", _TOP)
-    return reader.found
+    file.block(data, "", _TOP)
+    return file
 
 
-# ---------------------------------------------------------------------------------------------------------- batch sizes
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
-def _accumulation(reader: Reader, place: str, value: Any) -> None:
+def _must_be(wanted: Any, instead: str) -> Handler:
+    # a handler for a key of which only one value is supported
+    return lambda file, place, value: (
+        file.ignored.append(place) if value == wanted else file.refuse(place, value, instead)
+    )
+
+
+def _if_on(meaning: str | Keys | Handler) -> Handler:
+    # a handler for a block whose own "enabled" is true; missing, it is false, as in DeepSpeed. ``meaning``: keys inside,
+    # why it is refused, or a handler
+    def judge(file: DeepSpeedFile, place: str, value: Any) -> None:
+        block = file.object(place, value)
+        if not file.switch(f"{place}.enabled", block.get("enabled")):
+            file.ignored.append(place)
+        elif isinstance(meaning, Keys):
+            file.block({key: inner for key, inner in block.items() if key != "enabled"}, place, meaning)
+        elif isinstance(meaning, str):
+            file.refuse(place, block, meaning)
+        else:
+            meaning(file, place, block)
+
+    return judge
+
+
+# -------------------------------------------------------------------------------------------------- batch sizes and ZeRO
+
+
+def _accumulation(file: DeepSpeedFile, place: str, value: Any) -> None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        reader.problem(f"{place}: expected an integer of at least 1, got {short(value)}")
+        file.problem(f"{place}: expected an integer of at least 1, got {show(value)}")
     else:
-        reader.found.accumulation = value
+        file.accumulation = value
 
 
-# ----------------------------------------------------------------------------------------------------------------- ZeRO
-
-
-def _stage(reader: Reader, place: str, value: Any) -> None:
+def _stage(file: DeepSpeedFile, place: str, value: Any) -> None:
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
-        reader.problem(f"{place}: expected 0, 1, 2 or 3, got {short(value)}")
+        file.problem(f"{place}: expected 0, 1, 2 or 3, got {show(value)}")
     else:
-        reader.claim("parallel.zero_stage", place, value)
+        file.claim("parallel.zero_stage", place, value)
 
 
-def _overlap(reader: Reader, place: str, value: Any) -> None:
-    if reader.flag(place, value) is not None:
-        reader.claim("parallel.overlap_grad_reduce", place, value)
+def _overlap(file: DeepSpeedFile, place: str, value: Any) -> None:
+    if file.switch(place, value) is not None:
+        file.claim("parallel.overlap_grad_reduce", place, value)
         # in DeepSpeed it concerns the gathers of stage 3 only: a default, so that it never contradicts a flag about
         # them
-        reader.default("parallel.overlap_param_gather", value)
+        file.default("parallel.overlap_param_gather", value)
 
 
-def _fetch(reader: Reader, place: str, value: Any) -> None:
-    if reader.flag(place, value) is None:
-        return
-    fetch = "all_reduce" if value else "all_gather"
-    reader.found.claims.append(Claim("parallel.zero3_fetch", fetch, reader.where(place, value), needs=_STAGE_3))
+def _fetch(file: DeepSpeedFile, place: str, value: Any) -> None:
+    if file.switch(place, value) is not None:
+        fetch = "all_reduce" if value else "all_gather"
+        file.claims.append(Claim("parallel.zero3_fetch", fetch, file.where(place, value), needs=_STAGE_3))
 
 
-def _offload(reader: Reader, place: str, value: Any) -> None:
-    block = reader.object(place, value)
-    device = block.get("device", "none")
+def _offload(file: DeepSpeedFile, place: str, value: Any) -> None:
+    block = file.object(place, value)
+    device, key = block.get("device", "none"), f"{place}.device"
     if device in ("cpu", "none"):
-        reader.claim("parallel.offload_optimizer", f"{place}.device", device == "cpu", shown=device)
+        file.claim("parallel.offload_optimizer", key, device == "cpu", shown=device)
     elif device == "nvme":
-        reader.refuse(
-            f"{place}.device",
-            device,
-            'the optimizer\'s state lives on the device or in host memory: use "cpu", or leave it out',
-        )
+        where = "the optimizer's state lives on the device or in host memory"
+        file.refuse(key, device, f'{where}: use "cpu", or leave it out')
     elif device not in (None, "auto"):
-        reader.problem(f'{place}.device: expected "cpu" or "none", got {short(device)}')
-    reader.block({k: v for k, v in block.items() if k != "device"}, place, _OFFLOAD)
+        file.problem(f'{key}: expected "cpu" or "none", got {show(device)}')
+    file.block({k: v for k, v in block.items() if k != "device"}, place, _OFFLOAD)
 
 
-def _offload_param(reader: Reader, place: str, value: Any) -> None:
-    device = reader.object(place, value).get("device", "none")
+def _offload_param(file: DeepSpeedFile, place: str, value: Any) -> None:
+    device = file.object(place, value).get("device", "none")
     if device in (None, "none", "auto"):
-        reader.found.ignored.append(place)
-        return
-    reader.refuse(
-        f"{place}.device", device,
-        "parameters stay on their device; to save memory there use stage 3, offload_optimizer (--offload-optimizer), more ranks, or"
-        " --recompute-granularity full; then remove the block",
-    )  # fmt: skip
+        file.ignored.append(place)
+    else:
+        file.refuse(
+            f"{place}.device", device,
+            "parameters stay on their device; to save memory there use stage 3, offload_optimizer (--offload-optimizer),"
+            " more ranks, or --recompute-granularity full; then remove the block",
+        )  # fmt: skip
 
 
 _OFFLOAD = Keys(
-    {}, ignored=words("""
+    {}, ignored=_words("""
         pin_memory buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio nvme_path
         super_offload cpuadam_cores_perc
     """),
 )  # fmt: skip
 
-_QUANTIZED = "parameters and gradients travel in their own format; remove it (gradients can travel in bf16: --grad-reduce-in-bf16)"
+_QUANTIZED = (
+    "parameters and gradients travel in their own format; remove it (gradients can travel in bf16:"
+    " --grad-reduce-in-bf16)"
+)
 _NO_OFFLOAD_PARAM = (
     "parameters stay on their device; remove it (the optimizer's state can go to the host: --offload-optimizer)"
 )
@@ -142,9 +158,9 @@ _ZERO = Keys(
         "stage": _stage, "overlap_comm": _overlap,
         "stage3_use_all_reduce_for_fetch_params": _fetch, "use_all_reduce_for_fetch_params": _fetch,
         "offload_optimizer": _offload, "offload_param": _offload_param,
-        "cpu_offload": sets("parallel.offload_optimizer"),
+        "cpu_offload": "parallel.offload_optimizer",
     },
-    ignored=words("""
+    ignored=_words("""
         contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
         allgather_bucket_size compute_grad_norm load_from_fp32_weights elastic_checkpoint sub_group_size
         cpu_offload_use_pin_memory stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
@@ -166,70 +182,66 @@ _ZERO = Keys(
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- number formats
+# -------------------------------------------------------------------------------------------------------- number formats
 
 
-def _fp16(reader: Reader, place: str, value: Any) -> None:
-    block = reader.object(place, value)
-    reader.block(block, place, _FP16)
+def _fp16(file: DeepSpeedFile, place: str, value: Any) -> None:
+    block = file.object(place, value)
+    file.block(block, place, _FP16)
     if block.get("enabled") is True and "initial_scale_power" not in block:
-        reader.default("precision.initial_loss_scale", 2.0**16, needs=_FP16_ON)
+        file.default("precision.initial_loss_scale", 2.0**16, needs=_FP16_ON)
 
 
-def _loss_scale(reader: Reader, place: str, value: Any) -> None:
+def _loss_scale(file: DeepSpeedFile, place: str, value: Any) -> None:
     if isinstance(value, (int, float)) and value < 0:
-        reader.problem(f"{place} ({short(value)}) must be at least 0 (0: dynamic)")
+        file.problem(f"{place} ({show(value)}) must be at least 0 (0: dynamic)")
         return
-    dynamic = not isinstance(value, bool) and value == 0
-    means = "dynamic" if dynamic else ""
-    reader.claim("precision.loss_scale", place, None if dynamic else value, needs=_FP16_ON, means=means, shown=value)
+    scale, means = value, ""
+    if not isinstance(value, bool) and value == 0:
+        scale, means = None, "dynamic"
+    file.claim("precision.loss_scale", place, scale, needs=_FP16_ON, means=means, shown=value)
 
 
-def _scale_power(reader: Reader, place: str, value: Any) -> None:
+def _scale_power(file: DeepSpeedFile, place: str, value: Any) -> None:
     is_whole = (isinstance(value, float) and value.is_integer()) or type(value) is int
     if not is_whole or not 0 <= value <= 127:
-        reader.problem(f"{place}: expected an integer from 0 to 127, got {short(value)}")
+        file.problem(f"{place}: expected an integer from 0 to 127, got {show(value)}")
         return
     scale = 2.0 ** int(value)
-    reader.claim("precision.initial_loss_scale", place, scale, needs=_FP16_ON, means=f"{scale:g}", shown=value)
+    file.claim("precision.initial_loss_scale", place, scale, needs=_FP16_ON, means=f"{scale:g}", shown=value)
 
 
-def _communication(reader: Reader, place: str, value: Any) -> None:
+def _communication(file: DeepSpeedFile, place: str, value: Any) -> None:
     word = value.lower() if isinstance(value, str) else value
     if word in ("bf16", "bfloat16", "fp32"):
-        reader.claim("parallel.grad_reduce_in_bf16", place, word != "fp32", shown=value)
+        file.claim("parallel.grad_reduce_in_bf16", place, word != "fp32", shown=value)
     elif word == "fp16":
-        reader.refuse(
-            place, value, 'gradients travel in fp32 or bf16, for fp16 overflows in their sum: use "bf16" or "fp32"'
-        )
+        why = "gradients travel in fp32 or bf16, for fp16 overflows in their sum"
+        file.refuse(place, value, f'{why}: use "bf16" or "fp32"')
     else:
-        reader.problem(f'{place}: expected "fp32" or "bf16", got {short(value)}')
+        file.problem(f'{place}: expected "fp32" or "bf16", got {show(value)}')
 
 
-def _accumulate_in(reader: Reader, place: str, value: Any) -> None:
+def _accumulate_in(file: DeepSpeedFile, place: str, value: Any) -> None:
     if value == "fp32":
-        reader.found.ignored.append(place)  # it asks for what happens anyway
+        file.ignored.append(place)  # it asks for what happens anyway
     elif value in ("bf16", "fp16"):
-        reader.refuse(
-            place,
-            value,
-            'gradients are accumulated in fp32: use "fp32", or remove it (they can travel in bf16: "communication_data_type")',
-        )
+        travel = 'they can travel in bf16: "communication_data_type"'
+        file.refuse(place, value, f'gradients are accumulated in fp32: use "fp32", or remove it ({travel})')
     else:
-        reader.problem(f'{place}: expected "fp32", got {short(value)}')
+        file.problem(f'{place}: expected "fp32", got {show(value)}')
 
 
 _FIXED = "master weights, accumulated gradients and the optimizer's state are kept in fp32; remove it"
 _BF16 = Keys(
-    {"enabled": sets("precision.bf16")}, ignored=("immediate_grad_update", "check_grad_overflow", "check_overflow"),
+    {"enabled": "precision.bf16"}, ignored=("immediate_grad_update", "check_grad_overflow", "check_overflow"),
     refused={"bf16_master_weights_and_grads": _FIXED, "bf16_optimizer_states": _FIXED},
 )  # fmt: skip
 _FP16 = Keys(
     {
-        "enabled": sets("precision.fp16"), "loss_scale": _loss_scale, "initial_scale_power": _scale_power,
-        "loss_scale_window": sets("precision.loss_scale_window", needs=_FP16_ON),
-        "hysteresis": sets("precision.hysteresis", needs=_FP16_ON),
-        "min_loss_scale": sets("precision.min_loss_scale", needs=_FP16_ON),
+        "enabled": "precision.fp16", "loss_scale": _loss_scale, "initial_scale_power": _scale_power,
+        "loss_scale_window": ("precision.loss_scale_window", _FP16_ON),
+        "hysteresis": ("precision.hysteresis", _FP16_ON), "min_loss_scale": ("precision.min_loss_scale", _FP16_ON),
     },
     ignored=("auto_cast",),
     refused={
@@ -237,34 +249,222 @@ _FP16 = Keys(
         "fp16_master_weights_and_grads": _FIXED, "fp16_optimizer_states": _FIXED,
     },
 )  # fmt: skip
+_WHOLE_MODEL = "--bf16, --fp16 or neither is for the whole model; remove it"
 _DATA_TYPES = Keys(
     {"grad_accum_dtype": _accumulate_in},
-    refused=dict.fromkeys(
-        ("param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
-        "--bf16, --fp16 or neither is for the whole model; remove it",
-    ),
+    refused=dict.fromkeys(("param_dtype", "buffer_dtype", "keep_in_fp32_modules"), _WHOLE_MODEL),
 )
 
 
-# ------------------------------------------------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------------------------ optimizer, scheduler, curriculum
+
+_DEFAULTS: dict[str, dict[str, tuple[str, float]]] = {
+    "adam": {
+        "lr": ("optimizer.lr", 1e-3), "eps": ("optimizer.adam_eps", 1e-8),
+        "weight_decay": ("optimizer.weight_decay", 0.0),
+    },
+    "sgd": {
+        "lr": ("optimizer.lr", 1e-3), "momentum": ("optimizer.sgd_momentum", 0.0),
+        "weight_decay": ("optimizer.weight_decay", 0.0),
+    },
+}  # fmt: skip
+
+
+def _optimizer(file: DeepSpeedFile, place: str, value: Any) -> None:
+    block = file.object(place, value)
+    kind, params = block.get("type"), block.get("params", {})
+    rest = {key: inner for key, inner in block.items() if key not in ("type", "params")}
+    file.block(rest, place, Keys({}, ignored=("legacy_fusion",)))
+    if kind is None and params not in (None, "auto", {}):
+        ways = 'add "type": "AdamW", "Adam" or "SGD", or remove the block'
+        file.problem(f"{place}.params ({show(params)}) has no optimizer.type: {ways}")
+    if kind in (None, "auto"):
+        return
+    word = kind.lower() if isinstance(kind, str) else ""
+    if word not in ("adam", "adamw", "sgd"):
+        instead = "use one of them, or remove the block and give --optimizer"
+        file.refuse(f"{place}.type", kind, f"the optimizers today are AdamW and SGD; {instead}")
+        return
+    ours = "sgd" if word == "sgd" else "adam"
+    params = {} if params in (None, "auto") else file.object(f"{place}.params", params)
+    file.claim("optimizer.optimizer", f"{place}.type", ours, shown=kind)
+    if word == "adam" and params.get("adam_w_mode") is False:
+        instead = 'remove it, or use "type": "AdamW" and give weight_decay'
+        file.refuse(f"{place}.params.adam_w_mode", False, f"weight decay is decoupled (AdamW): {instead}")
+    file.block(params, f"{place}.params", _SGD if ours == "sgd" else _ADAM)
+    for key, (target, default) in _DEFAULTS[ours].items():
+        if key not in params:
+            file.default(target, default)
+    if ours == "adam" and "betas" not in params:
+        file.default("optimizer.adam_beta1", 0.9)
+        file.default("optimizer.adam_beta2", 0.999)
+
+
+def _betas(file: DeepSpeedFile, place: str, value: Any) -> None:
+    if not isinstance(value, list) or len(value) != 2:
+        file.problem(f"{place}: expected two numbers [beta1, beta2], got {show(value)}")
+        return
+    for name, beta in zip(("adam_beta1", "adam_beta2"), value, strict=True):
+        if beta not in (None, "auto"):
+            file.claim(f"optimizer.{name}", place, beta, shown=value)
+
+
+_KERNELS = ("torch_adam", "fused", "foreach", "capturable", "differentiable", "set_grad_none", "fp32_optimizer_states")
+_NOT_HERE = {
+    "maximize": "the loss is made small; remove it", "max_grad_norm": 'use the key "gradient_clipping", or --clip-grad',
+}  # fmt: skip
+_PLAIN_SGD = "SGD has plain momentum; remove it"
+_ADAM = Keys(
+    {
+        "lr": "optimizer.lr", "betas": _betas, "eps": "optimizer.adam_eps", "weight_decay": "optimizer.weight_decay",
+        "bias_correction": _must_be(True, "the moments are always corrected for their start; remove it"),
+    },
+    ignored=(*_KERNELS, "adam_w_mode"), refused={"amsgrad": "AdamW is plain; remove it", **_NOT_HERE},
+)  # fmt: skip
+_SGD = Keys(
+    {"lr": "optimizer.lr", "momentum": "optimizer.sgd_momentum", "weight_decay": "optimizer.weight_decay"},
+    ignored=_KERNELS, refused={"nesterov": _PLAIN_SGD, "dampening": _PLAIN_SGD, **_NOT_HERE},
+)  # fmt: skip
+
+
+def _scheduler(file: DeepSpeedFile, place: str, value: Any) -> None:
+    # only a constant rate is supported: DeepSpeed's warm-ups begin at the third step and ours at the first
+    block = file.object(place, value)
+    kind, params = block.get("type"), block.get("params")
+    if kind in (None, "auto") or not block:
+        return
+    params = params if isinstance(params, dict) else {}
+    low, high = (
+        params.get("warmup_min_lr", 0.0),
+        params.get("warmup_max_lr", 0.001 if kind == "WarmupDecayLR" else None),
+    )
+    is_rate = isinstance(low, (int, float)) and not isinstance(low, bool)
+    if kind in ("WarmupLR", "WarmupDecayLR") and is_rate and low == high:
+        file.claim("optimizer.lr", f"{place}.params.warmup_max_lr", high)
+        where = file.where(f"{place}.type", kind, f"constant at {high}")
+        constant = {"decay_style": "constant", "warmup_fraction": None, "warmup_iters": 0, "warmup_samples": 0}
+        file.claims += [Claim(f"optimizer.lr_{name}", setting, where) for name, setting in constant.items()]
+        return
+
+    def word(key: str, default: str) -> str:
+        number = params.get(key)
+        return f"{number:g}" if isinstance(number, float) else str(number) if type(number) is int else default
+
+    styles = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    style = styles.get(kind, "") if isinstance(kind, str) else ""
+    flags = "--lr, --lr-decay-style and --lr-warmup-iters"
+    if style:
+        flags = f"--lr-decay-style {style} --lr-warmup-iters {word('warmup_num_steps', '1000')}"
+        if style != "cosine":  # whose rates are shares of --lr
+            start = word("warmup_min_lr", "0")
+            flags = f"--lr {word('warmup_max_lr', 'LR')} {flags}{'' if start == '0' else f' --lr-warmup-init {start}'}"
+        if style != "constant":
+            flags += f" --lr-decay-iters {word('total_num_steps', 'N')}"
+    differ = "learning-rate schedules are Megatron's, and rise from the first step where DeepSpeed's wait for the third"
+    file.refuse(f"{place}.type", kind, f"{differ}; give {flags} and remove the block")
+
+
+def _curriculum(file: DeepSpeedFile, place: str, value: Any) -> None:
+    kind = value.get("curriculum_type", "seqlen")
+    if kind == "seqlen":
+        _lengths(file, place, value)
+    else:
+        instead = 'use "seqlen", or remove the block'
+        file.refuse(f"{place}.curriculum_type", kind, f"a curriculum is of the sequences' length here: {instead}")
+
+
+def _curriculum_of_metrics(file: DeepSpeedFile, place: str, value: Any) -> None:
+    metrics = file.object(f"{place}.curriculum_metrics", value.get("curriculum_metrics", {}))
+    if not metrics:
+        file.problem(f"{place}: is enabled and has no curriculum_metrics: add one, or disable it")
+    for name, metric in metrics.items():
+        there = f"{place}.curriculum_metrics.{shorten(name, 80)}"
+        block = file.object(there, metric)
+        if name != "seqlen_truncate":
+            instead = "use seqlen_truncate, or remove it"
+            file.refuse(there, metric, f"a curriculum cuts samples off and does not choose them: {instead}")
+        elif (cluster := block.get("clustering_type", "single_cluster")) != "single_cluster":
+            why = 'samples are not chosen by their difficulty: use "single_cluster"'
+            file.refuse(f"{there}.clustering_type", cluster, why)
+        else:
+            _lengths(file, there, block)
+
+
+_PARTS = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+}
+
+
+def _lengths(file: DeepSpeedFile, place: str, block: dict[str, Any]) -> None:
+    kind, config = block.get("schedule_type"), file.object(f"{place}.schedule_config", block.get("schedule_config", {}))
+    if not isinstance(kind, str) or kind not in _PARTS:
+        instead = f"the schedules are {', '.join(_PARTS)}; use one of them, or remove the block"
+        file.refuse(f"{place}.schedule_type", kind, instead)
+        return
+    missing = [key for key in ("min_difficulty", "max_difficulty") if key not in block]
+    missing += [key for key in _PARTS[kind] if key not in config]
+    if missing:
+        file.problem(f"{place}: {kind} needs {', '.join(missing)}")
+        return
+
+    def word(value: Any) -> str:
+        return str(int(value)) if isinstance(value, float) and value.is_integer() else show(value)
+
+    if kind == "fixed_discrete":
+        lengths, lasts = config["difficulty"], config["max_step"]
+        if not isinstance(lengths, list) or not isinstance(lasts, list) or len(lengths) != len(lasts) + 1:
+            rule = "difficulty must be a list with one number more than max_step: the last length has no end"
+            file.problem(f"{place}.schedule_config: {rule}")
+            return
+        numbers = [f"{word(length)}:{word(last)}" for length, last in zip(lengths, lasts, strict=False)]
+        numbers.append(word(lengths[-1]))
+    else:
+        values = (block["min_difficulty"], block["max_difficulty"], *(config[key] for key in _PARTS[kind]))
+        numbers = [word(value) for value in values]
+    try:
+        read_curriculum((kind, *numbers))
+    except ValueError as error:
+        file.problem(f"{place}: {error}")
+        return
+    file.claim("batch.seq_length_curriculum", place, (kind, *numbers))
+
+
+_ALL_TOKENS = (
+    "random layer token dropping (random-LTD) leaves tokens out of the middle layers, and here every layer computes"
+    " all; remove it"
+)
+_METRICS = Keys(
+    {"curriculum_learning": _if_on(_curriculum_of_metrics)}, ignored=("num_epochs", "num_workers", "pin_memory")
+)
+_DATA_EFFICIENCY = Keys(
+    {"data_sampling": _if_on(_METRICS), "data_routing": _if_on(Keys({"random_ltd": _if_on(_ALL_TOKENS)}))},
+    ignored=("seed",),
+)
+
+
+# -------------------------------------------------------------------------------------------------------- all of it
 
 _NO_COMPRESSION = "compression and layer dropping are not there; remove it"
 _NO_AUTOCAST = "mixed precision is --bf16 or --fp16; use those blocks"
 
 _TOP = Keys(
     {
-        "train_batch_size": sets("batch.global_batch_size"),
-        "train_micro_batch_size_per_gpu": sets("batch.micro_batch_size"),
-        "gradient_accumulation_steps": _accumulation, "gradient_clipping": sets("optimizer.clip_grad"),
-        "zero_optimization": block_of(_ZERO), "bf16": block_of(_BF16), "bfloat16": block_of(_BF16), "fp16": _fp16,
-        "data_types": block_of(_DATA_TYPES),
+        "train_batch_size": "batch.global_batch_size",
+        "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
+        "gradient_accumulation_steps": _accumulation, "gradient_clipping": "optimizer.clip_grad",
+        "zero_optimization": _ZERO, "bf16": _BF16, "bfloat16": _BF16, "fp16": _fp16,
+        "data_types": _DATA_TYPES,
         "communication_data_type": _communication,
-        "sequence_parallel_size": sets("parallel.sequence_parallel_size"), "optimizer": handle_optimizer,
-        "scheduler": handle_scheduler,
-        "gradient_allreduce_op": must_be("mean", "the loss is divided by the step's number of tokens, gradients are summed; remove it"),
-        "data_efficiency": if_on(inside(DATA_EFFICIENCY)), "curriculum_learning": if_on(handle_curriculum),
+        "sequence_parallel_size": "parallel.sequence_parallel_size", "optimizer": _optimizer,
+        "scheduler": _scheduler,
+        "gradient_allreduce_op": _must_be(
+            "mean", "the loss is divided by the step's number of tokens, gradients are summed; remove it",
+        ),
+        "data_efficiency": _if_on(_DATA_EFFICIENCY), "curriculum_learning": _if_on(_curriculum),
     },
-    ignored=words("""
+    ignored=_words("""
         steps_per_print wall_clock_breakdown memory_breakdown dump_state prescale_gradients gradient_predivide_factor
         sparse_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing
         flops_profiler comms_logger tensorboard wandb comet csv_monitor monitor_config checkpoint datastates_ckpt aio
@@ -276,7 +476,7 @@ _TOP = Keys(
         "amp": _NO_AUTOCAST, "torch_autocast": _NO_AUTOCAST,
         "progressive_layer_drop": _NO_COMPRESSION,
         "eigenvalue": _NO_COMPRESSION, "quantize_training": _NO_COMPRESSION, "compression_training": _NO_COMPRESSION,
-        "weight_quantization": _NO_COMPRESSION, "random_ltd": ALL_TOKENS,
+        "weight_quantization": _NO_COMPRESSION, "random_ltd": _ALL_TOKENS,
         "sparse_attention": "attention is causal over the whole sequence; remove it",
         "elasticity": "the batch size is --global-batch-size, whatever the number of ranks; remove it",
         "hybrid_engine": "it is for reinforcement learning; remove it",
@@ -288,6 +488,6 @@ _TOP = Keys(
 BLOCKS: dict[str, Keys] = {
     "": _TOP, "zero_optimization.": _ZERO, "zero_optimization.offload_optimizer.": _OFFLOAD, "bf16.": _BF16,
     "fp16.": _FP16,
-    "data_types.": _DATA_TYPES, "optimizer.params.": ADAM,
+    "data_types.": _DATA_TYPES, "optimizer.params.": _ADAM,
 }  # fmt: skip
 """All keys, by the beginning of their path, for docs/reference/flags.md."""

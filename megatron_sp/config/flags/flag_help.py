@@ -7,10 +7,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
-from megatron_sp.config.fields import FieldKind, described, field_kinds
+from megatron_sp.config.fields import described, field_kinds
 from megatron_sp.config.schema import GROUPS
 
 _FOOTER = (
@@ -20,67 +19,44 @@ _FOOTER = (
 )
 _GENERAL = (
     ("-h, --help", "show this help message and exit"),
-    (
-        "--preset NAME",
-        "shape of a published model, such as gpt2-124m or llama3-8b, as defaults of the flags (`megatron-sp presets` lists them)",
-    ),
-    (
-        "--config FILE",
-        "YAML file of flags, flat or grouped; given twice the second comes over the first, and the command line over both",
-    ),
+    ("--preset NAME", "shape of a published model, such as gpt2-124m or llama3-8b, as defaults of the flags"
+     " (`megatron-sp presets` lists them)"),
+    ("--config FILE", "YAML file of flags, flat or grouped; given twice the second comes over the first, and the command"
+     " line over both"),
     ("--deepspeed-config FILE", "DeepSpeed's JSON; it must agree with the flags, docs/reference/flags.md"),
     ("--print-config", "print the whole configuration as YAML for --config, and exit"),
-    (
-        "--dry-run [text|json]",
-        "print parameters, memory and traffic of every rank, as a table or as JSON, and exit; needs no GPU and starts no process",
-    ),
+    ("--dry-run [text|json]", "print parameters, memory and traffic of every rank, as a table or as JSON, and exit;"
+     " needs no GPU and starts no process"),
     ("--world-size INT", "with --dry-run: number of processes (default: those started, or WORLD_SIZE)"),
-)
+)  # fmt: skip
 _NARROWEST, _WIDEST = 40, 120  # columns
 
 
 def print_help(prog: str, description: str) -> None:
     """Print --help to standard output, wrapped to the terminal's width."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size().columns))
-    paragraphs = [f"usage: {prog} [OPTIONS]", *([description] if description else []), _FOOTER]
-    for paragraph in paragraphs:
-        print(_wrapped(paragraph, "", width), end="\n\n")
+
+    def wrapped(text: str, indent: str = "") -> str:
+        # flags are not broken at their hyphens, so that they can be copied
+        return textwrap.fill(
+            text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        )
+
+    for paragraph in (f"usage: {prog} [OPTIONS]", description, _FOOTER):
+        if paragraph:
+            print(wrapped(paragraph), end="\n\n")
     print("options")
     for names, text in _GENERAL:
-        print(_entry(names, text, width))
+        print(f"  {names}\n{wrapped(text, ' ' * 8)}")
     for group, cls in GROUPS.items():
-        print()
-        print(_wrapped(f"{group} options: {cls.__doc__}", "", width))
-        for names, text in _described_flags(cls):
-            print(_entry(names, text, width))
+        print(f"\n{wrapped(f'{group} options: {cls.__doc__}')}")
+        for item in flags_of(cls):
+            print(f"  {_names(cls, item)}\n{wrapped(_described(cls, item), ' ' * 8)}")
 
 
 def flags_of(cls: type) -> list[dataclasses.Field[Any]]:
-    """Return a group's fields in the order in which they are listed: its own before those that it inherits (of
-    experts).
-    """
+    """Return a group's fields in the order in which they are listed: its own before those that it inherits (experts)."""
     return sorted(dataclasses.fields(cls), key=lambda item: item.name not in cls.__annotations__)
-
-
-def _described_flags(cls: type) -> Iterator[tuple[str, str]]:
-    kinds = field_kinds(cls)
-    for item in flags_of(cls):
-        kind = kinds[item.name]
-        spellings = (item.name.replace("_", "-"), *item.metadata["aliases"])
-        if kind.base == "bool":  # a switch that is on is listed as the flag that turns it off
-            yield (
-                ", ".join(f"--no-{name}" if item.default else f"--{name}" for name in spellings),
-                _described(item, kind),
-            )
-        else:
-            yield ", ".join(f"--{name}" for name in spellings) + f" {kind.metavar}", _described(item, kind)
-
-
-def _described(item: dataclasses.Field[Any], kind: FieldKind) -> str:
-    notes = [item.metadata["unit"]] if item.metadata["unit"] else []
-    if kind.base != "bool" and item.default not in (None, ()):
-        notes.append(f"default: {show_default(item.default)}")
-    return described(item) + (f" [{'; '.join(notes)}]" if notes else "")
 
 
 def show_default(value: Any) -> str:
@@ -90,12 +66,16 @@ def show_default(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _entry(names: str, text: str, width: int) -> str:
-    return f"  {names}\n{_wrapped(text, ' ' * 8, width)}"
+def _names(cls: type, item: dataclasses.Field[Any]) -> str:
+    kind = field_kinds(cls)[item.name]
+    spellings = (item.name.replace("_", "-"), *item.metadata["aliases"])
+    if kind.base == "bool":  # a switch that is on is listed as the flag that turns it off
+        return ", ".join(f"--no-{name}" if item.default else f"--{name}" for name in spellings)
+    return ", ".join(f"--{name}" for name in spellings) + f" {kind.metavar}"
 
 
-def _wrapped(text: str, indent: str, width: int) -> str:
-    # wrap text between words; flags are not broken at their hyphens, so that they can be copied
-    return textwrap.fill(
-        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-    )
+def _described(cls: type, item: dataclasses.Field[Any]) -> str:
+    notes = [item.metadata["unit"]] if item.metadata["unit"] else []
+    if field_kinds(cls)[item.name].base != "bool" and item.default not in (None, ()):
+        notes.append(f"default: {show_default(item.default)}")
+    return described(item) + (f" [{'; '.join(notes)}]" if notes else "")

@@ -11,7 +11,7 @@ import itertools
 from argparse import Namespace
 from typing import Any
 
-from megatron_sp.config.flags.foreign_names import STANDARD_SPECS
+from megatron_sp.config.flags.foreign_flags import STANDARD_SPECS
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.config.schema_model import layer_pattern
 from megatron_sp.convert.families.family import Settings

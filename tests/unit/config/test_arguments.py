@@ -12,12 +12,11 @@ import pytest
 from support.paths import ROOT
 
 from megatron_sp.config.fields import field_kinds
-from megatron_sp.config.flags import foreign_names as dialect
+from megatron_sp.config.flags import foreign_flags as dialect
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args, draft_config
-from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
 from megatron_sp.config.flags.flag_help import print_help
-from megatron_sp.config.flags.flag_names import canonical, targets
-from megatron_sp.config.flags.foreign_names import meant_by
+from megatron_sp.config.flags.foreign_flags import meant_by
+from megatron_sp.config.flags.settings import MAX_FILE_BYTES, canonical, targets
 from megatron_sp.config.schema import GROUPS, Config
 from megatron_sp.data.gpt_dataset import split_bounds
 from megatron_sp.utils.errors import ConfigError
@@ -289,7 +288,7 @@ def test_no_name_is_in_two_tables() -> None:
     assert all(name == canonical(name) for name in names)
     assert set(dialect.IGNORED_LISTS) <= set(dialect.IGNORED_VALUES)
     assert set(dialect.HARMLESS_VALUES) <= set(dialect.REFUSED)
-    assert {flag for rewrite in dialect.REWRITTEN.values() for flag, _ in rewrite.to} <= set(targets())
+    assert {meaning.flag for meanings in dialect.REWRITTEN.values() for meaning in meanings} <= set(targets())
 
 
 def test_every_name_of_the_tables_gets_its_own_answer() -> None:

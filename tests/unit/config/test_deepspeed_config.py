@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
-from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
+from megatron_sp.config.flags.settings import MAX_FILE_BYTES
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.config.flags import foreign_names as dialect
+from megatron_sp.config.flags import foreign_flags as dialect
 from megatron_sp.config.flags.arguments import config_from_args, scan
-from megatron_sp.config.flags.flag_names import targets
-from megatron_sp.config.flags.foreign_names import SPECIAL, idleness, meant_by, offered, refusal
+from megatron_sp.config.flags.foreign_flags import SPECIAL, idleness, meant_by, offered, refusal
+from megatron_sp.config.flags.settings import targets
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 

@@ -58,7 +58,6 @@ TORCH_FREE = (
     "commands/tokenizer",
     "config/fields",
     "config/flags/arguments",
-    "config/flags/config_file",
     "config/presets",
     "config/rules",
     "config/rules_data",

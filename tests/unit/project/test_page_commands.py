@@ -16,7 +16,7 @@ from support.paths import ROOT, project_files
 from megatron_sp.commands import cli
 from megatron_sp.commands.cli import PROGRAMS
 from megatron_sp.config.flags.expert_dialects import HELD
-from megatron_sp.config.flags.foreign_names import idleness, offered, refusal
+from megatron_sp.config.flags.foreign_flags import idleness, offered, refusal
 from megatron_sp.utils import errors
 
 PAGES = [page for page in project_files("*.md") if not re.match("CHANGELOG|LOG|mutants", page.name)]
