@@ -1,9 +1,8 @@
 """Flags as fields of dataclasses: help and bounds, kinds of values, and conditions under which a run reads a flag.
 
 The command line, YAML files and ``state.json`` all use ``FieldKind``, so a value means the same in all of them. Only
-the types that occur in ``config/schema*.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly
-``| None``, an int or ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``. Neither torch nor numpy is
-imported.
+types that occur in ``config/schema*.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly
+``| None``, an int or ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``.
 """
 
 from __future__ import annotations
@@ -217,16 +216,6 @@ def _kind(hint: Any) -> FieldKind:
 
 
 # ---------------------------------------------------------------------------------------------------------- conditions
-#
-# When a flag has an effect: ``only=`` in ``schema*.py`` names them. A field whose condition does not hold is not read
-# by the run; ``normalize`` names it in one line if it was set. What --help and docs/reference/flags.md say in front of
-# its meaning ("with --num-experts: ...") comes from here, too. Where a flag without its condition is an error instead,
-# the rule is in ``config/rules*.py`` and there is nothing here.
-
-
-def _uses_gelu(config: Any) -> bool:
-    model, gelus = config.model, ("gelu", "geglu")
-    return model.activation.startswith(gelus) or (model.is_bert and model.head_activation.startswith(gelus))
 
 
 def tokenizers(*kinds: str) -> Condition:
@@ -234,60 +223,74 @@ def tokenizers(*kinds: str) -> Condition:
     return Condition(f"--tokenizer-type {' or '.join(kinds)}", lambda c: c.data.tokenizer_type in (None, *kinds))
 
 
-# fmt: off
-EXPERTS = Condition("--num-experts", lambda c: c.model.has_experts, of_model=True)
-EXPERT_BIAS = Condition("--moe-router-enable-expert-bias", lambda c: c.model.moe_router_enable_expert_bias,
-    of_model=True)
-BALANCE = Condition("--moe-aux-loss-coeff",
-    lambda c: c.model.moe_aux_loss_coeff != 0 or c.model.moe_router_load_balancing_type == "none", of_model=True)
-QK_NORM = Condition("--qk-layernorm", lambda c: c.model.qk_layernorm, of_model=True)
-ROTARY = Condition("--position-embedding-type rope", lambda c: c.model.position_embedding_type == "rope",
-    of_model=True)
-ROPE_SCALING = Condition("--use-rope-scaling", lambda c: c.model.use_rope_scaling, of_model=True)
-NO_BIASES = Condition("--disable-bias-linear", lambda c: c.model.disable_bias_linear, of_model=True)
-GELU = Condition("a GELU", _uses_gelu, of_model=True)
+def _uses_gelu(config: Any) -> bool:
+    model, gelus = config.model, ("gelu", "geglu")
+    return model.activation.startswith(gelus) or (model.is_bert and model.head_activation.startswith(gelus))
 
-TENSOR_PARALLEL = Condition("--tensor-model-parallel-size above 1",
-    lambda c: c.parallel.tensor_model_parallel_size > 1, "it cuts activations over the tensor-parallel ranks and"
-    " --tensor-model-parallel-size is 1: off; Ulysses is --sequence-parallel-size N")
-EXPERT_PARALLEL = Condition("--expert-model-parallel-size above 1", lambda c: c.parallel.expert_model_parallel_size > 1)
-EXCHANGES = Condition("--sequence-parallel-size or --context-parallel-size above 1",
-    lambda c: c.parallel.sequence_parallel_size > 1 or c.parallel.context_parallel_size > 1)
-NCCL = Condition("GPUs", lambda c: c.parallel.distributed_backend != "gloo" and c.kernels.device != "cpu",
-    "the ranks talk over gloo, not NCCL")
-GRAPHS = Condition("a GPU, unless --cuda-graphs off",
-    lambda c: c.kernels.cuda_graphs != "off" and c.kernels.device != "cpu",
-    "steps are captured on GPUs, and not with --cuda-graphs off")
-PACKED = Condition("--reset-attention-mask or --bert-pack-sequences",
-    lambda c: c.data.reset_attention_mask or c.data.bert_pack_sequences)
-SHARDED = Condition("--zero-stage 1 or more", lambda c: c.parallel.zero_stage > 0)
-RECOMPUTES = Condition("--recompute-granularity", lambda c: c.kernels.recompute_granularity is not None)
-RECOMPUTES_BLOCKS = Condition("--recompute-granularity full", lambda c: c.kernels.recompute_granularity == "full")
-VERIFIES = Condition("--verify-parallelism", lambda c: c.parallel.verify_parallelism)
 
-VALIDATES = Condition("--eval-iters above 0", lambda c: c.batch.eval_iters > 0)
-ADAM = Condition("--optimizer adam", lambda c: c.optimizer.optimizer == "adam")
-SGD = Condition("--optimizer sgd", lambda c: c.optimizer.optimizer == "sgd")
-# these five are in the schedule that a checkpoint of any version is compared with: their values stay
-WSD = Condition("--lr-decay-style WSD", lambda c: c.optimizer.lr_decay_style == "WSD", keeps=True)
-DECAY = Condition("a --lr-decay-style that decays", lambda c: c.optimizer.lr_decay_style != "constant", keeps=True)
-HORIZON = Condition("a --lr-decay-style that decays or --lr-warmup-fraction",
-    lambda c: c.optimizer.lr_decay_style != "constant" or c.optimizer.lr_warmup_fraction is not None, keeps=True)
-ONE_DECAY = Condition("no --start-weight-decay and --end-weight-decay",
-    lambda c: c.optimizer.start_weight_decay is None or c.optimizer.end_weight_decay is None,
-    "--start-weight-decay and --end-weight-decay say what it is", keeps=True)
-WARMUP = Condition("a warm-up",
-    lambda c: bool(c.optimizer.lr_warmup_fraction or c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_samples
-                   or c.optimizer.lr_warmup_tokens), keeps=True)
-FP16 = Condition("--fp16", lambda c: c.precision.fp16)
-DYNAMIC_SCALE = Condition("a dynamic loss scale", lambda c: c.precision.loss_scale is None)
+class When:
+    """Conditions under which flags have an effect: ``only=`` in ``schema*.py`` names them.
 
-SPLITS = Condition("--data-path", lambda c: bool(c.data.data_path))
-FILES = Condition("files of tokens", lambda c: not c.data.mock_data)
-SAVES = Condition("--save", lambda c: c.checkpoint.save is not None)
-LOADS = Condition("--load or --auto-resume", lambda c: c.checkpoint.load is not None or c.checkpoint.auto_resume)
-WITH_STATE = Condition("no --finetune", lambda c: not c.checkpoint.finetune, "--finetune loads weights alone")
-PROFILES = Condition("--profile", lambda c: c.logging.profile)
-TENSORBOARD = Condition("--tensorboard-dir", lambda c: c.logging.tensorboard_dir is not None)
-WANDB = Condition("--wandb-project", lambda c: c.logging.wandb_project is not None)
-# fmt: on
+    A field whose condition does not hold is not read by the run; ``normalize`` names it in one line if it was set. What
+    --help and docs/reference/flags.md say in front of its meaning ("with --num-experts: ...") comes from here, too.
+    Where a flag without its condition is an error instead, the rule is in ``config/rules*.py``.
+    """
+
+    # fmt: off
+    EXPERTS = Condition("--num-experts", lambda c: c.model.has_experts, of_model=True)
+    EXPERT_BIAS = Condition("--moe-router-enable-expert-bias", lambda c: c.model.moe_router_enable_expert_bias,
+        of_model=True)
+    BALANCE = Condition("--moe-aux-loss-coeff",
+        lambda c: c.model.moe_aux_loss_coeff != 0 or c.model.moe_router_load_balancing_type == "none", of_model=True)
+    QK_NORM = Condition("--qk-layernorm", lambda c: c.model.qk_layernorm, of_model=True)
+    ROTARY = Condition("--position-embedding-type rope", lambda c: c.model.position_embedding_type == "rope",
+        of_model=True)
+    ROPE_SCALING = Condition("--use-rope-scaling", lambda c: c.model.use_rope_scaling, of_model=True)
+    NO_BIASES = Condition("--disable-bias-linear", lambda c: c.model.disable_bias_linear, of_model=True)
+    GELU = Condition("a GELU", _uses_gelu, of_model=True)
+
+    TENSOR_PARALLEL = Condition("--tensor-model-parallel-size above 1",
+        lambda c: c.parallel.tensor_model_parallel_size > 1, "it cuts activations over the tensor-parallel ranks and"
+        " --tensor-model-parallel-size is 1: off; Ulysses is --sequence-parallel-size N")
+    EXPERT_PARALLEL = Condition("--expert-model-parallel-size above 1",
+        lambda c: c.parallel.expert_model_parallel_size > 1)
+    EXCHANGES = Condition("--sequence-parallel-size or --context-parallel-size above 1",
+        lambda c: c.parallel.sequence_parallel_size > 1 or c.parallel.context_parallel_size > 1)
+    NCCL = Condition("GPUs", lambda c: c.parallel.distributed_backend != "gloo" and c.kernels.device != "cpu",
+        "the ranks talk over gloo, not NCCL")
+    GRAPHS = Condition("a GPU, unless --cuda-graphs off",
+        lambda c: c.kernels.cuda_graphs != "off" and c.kernels.device != "cpu",
+        "steps are captured on GPUs, and not with --cuda-graphs off")
+    PACKED = Condition("--reset-attention-mask or --bert-pack-sequences",
+        lambda c: c.data.reset_attention_mask or c.data.bert_pack_sequences)
+    SHARDED = Condition("--zero-stage 1 or more", lambda c: c.parallel.zero_stage > 0)
+    RECOMPUTES = Condition("--recompute-granularity", lambda c: c.kernels.recompute_granularity is not None)
+    RECOMPUTES_BLOCKS = Condition("--recompute-granularity full", lambda c: c.kernels.recompute_granularity == "full")
+    VERIFIES = Condition("--verify-parallelism", lambda c: c.parallel.verify_parallelism)
+
+    VALIDATES = Condition("--eval-iters above 0", lambda c: c.batch.eval_iters > 0)
+    ADAM = Condition("--optimizer adam", lambda c: c.optimizer.optimizer == "adam")
+    SGD = Condition("--optimizer sgd", lambda c: c.optimizer.optimizer == "sgd")
+    # these five are in the schedule that a checkpoint of any version is compared with: their values stay
+    WSD = Condition("--lr-decay-style WSD", lambda c: c.optimizer.lr_decay_style == "WSD", keeps=True)
+    DECAY = Condition("a --lr-decay-style that decays", lambda c: c.optimizer.lr_decay_style != "constant", keeps=True)
+    HORIZON = Condition("a --lr-decay-style that decays or --lr-warmup-fraction",
+        lambda c: c.optimizer.lr_decay_style != "constant" or c.optimizer.lr_warmup_fraction is not None, keeps=True)
+    ONE_DECAY = Condition("no --start-weight-decay and --end-weight-decay",
+        lambda c: c.optimizer.start_weight_decay is None or c.optimizer.end_weight_decay is None,
+        "--start-weight-decay and --end-weight-decay say what it is", keeps=True)
+    WARMUP = Condition("a warm-up",
+        lambda c: bool(c.optimizer.lr_warmup_fraction or c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_samples
+                       or c.optimizer.lr_warmup_tokens), keeps=True)
+    FP16 = Condition("--fp16", lambda c: c.precision.fp16)
+    DYNAMIC_SCALE = Condition("a dynamic loss scale", lambda c: c.precision.loss_scale is None)
+
+    SPLITS = Condition("--data-path", lambda c: bool(c.data.data_path))
+    FILES = Condition("files of tokens", lambda c: not c.data.mock_data)
+    SAVES = Condition("--save", lambda c: c.checkpoint.save is not None)
+    LOADS = Condition("--load or --auto-resume", lambda c: c.checkpoint.load is not None or c.checkpoint.auto_resume)
+    WITH_STATE = Condition("no --finetune", lambda c: not c.checkpoint.finetune, "--finetune loads weights alone")
+    PROFILES = Condition("--profile", lambda c: c.logging.profile)
+    TENSORBOARD = Condition("--tensorboard-dir", lambda c: c.logging.tensorboard_dir is not None)
+    WANDB = Condition("--wandb-project", lambda c: c.logging.wandb_project is not None)
+    # fmt: on

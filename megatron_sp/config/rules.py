@@ -4,10 +4,9 @@ Nothing here needs torch, a file or a device, so every rank rejects an invalid c
 collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and a remedy. The
 rules of a subject are in ``rules_*.py``; those of a feature are imported where one of its fields has not its default.
 
-Launch scripts are written once and used for many runs, so they contain flags without effect in this one:
-``--sequence-parallel`` with one tensor-parallel rank, ``--save-interval`` without ``--save``. ``normalize`` drops these,
-with one line for each, and only these: a flag whose request cannot be met, such as ``--finetune`` without ``--load``,
-is still an error. What a field needs to be read stands beside it in ``schema*.py``.
+Launch scripts are written once and used for many runs, so they contain flags without effect in this one, such as
+``--save-interval`` without ``--save``. ``normalize`` drops these, with one line for each, and only these: a flag whose
+request cannot be met, such as ``--finetune`` without ``--load``, is still an error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from megatron_sp.config.fields import MAX_NUMBER, NCCL, field_kinds, flag_name
+from megatron_sp.config.fields import MAX_NUMBER, When, field_kinds, flag_name
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_model import resolve_gelu, resolve_groups, shape_violations, variant_violations
 from megatron_sp.config.rules_training import (
@@ -158,7 +157,7 @@ def has_shape(config: Config) -> bool:
 
 def drop_nccl(config: Config, why: str) -> list[str]:
     """Reset the flags about NCCL's communicators, which have no effect without it; one line for each that was given."""
-    lines = [_drop(config, *key, why) for key, conditions in _CONDITIONAL.items() if NCCL in conditions]
+    lines = [_drop(config, *key, why) for key, conditions in _CONDITIONAL.items() if When.NCCL in conditions]
     return list(filter(None, lines))
 
 
@@ -312,32 +311,30 @@ def out_of_range(config: Config) -> dict[tuple[str, str], list[str]]:
         if value is None or base not in ("int", "float", "str"):
             continue
         values = value if isinstance(value, tuple) else (value,)
-        rests = [_unusable_text(each, item.metadata) if isinstance(each, str) else _out_of_bounds(each, base, item.metadata)
-                 for each in values]  # fmt: skip
-        if any(rests):
-            wrong[group, name] = [flag_name(name) + rest for rest in rests if rest]
+        texts = [flag_name(name) + what for each in values if (what := _unusable(each, base, item.metadata))]
+        if texts:
+            wrong[group, name] = texts
     return wrong
 
 
-def _out_of_bounds(value: float, base: str, about: Mapping[str, Any]) -> str:
+def _unusable(value: Any, base: str, about: Mapping[str, Any]) -> str:
+    # what is wrong with a value, as it follows the flag in a message; empty: nothing
+    if isinstance(value, str):
+        if "\0" in value:
+            return ": a text with a zero byte in it cannot be a name"
+        longest, length = max(len(os.fsencode(part)) for part in value.split("/")), len(os.fsencode(value))
+        if not about["path"] or (longest <= _MAX_NAME and length <= _MAX_PATH):
+            return ""
+        what = f"{length} bytes, and paths have at most {_MAX_PATH}"
+        if longest > _MAX_NAME:
+            what = f"a name of {longest} bytes, and the longest have {_MAX_NAME}"
+        return f" ({value[:40]}...) has {what}"
     low, high = about["low"], about["high"]
     if low is not None and value < low:
         return f" ({_show(value)}) must be at least {_show(low)}"
     if high is None:
         high = MAX_COUNT if base == "int" else MAX_NUMBER
     return f" ({_show(value)}) must be at most {_show(high)}" if abs(value) > high else ""
-
-
-def _unusable_text(text: str, about: Mapping[str, Any]) -> str:
-    if "\0" in text:
-        return ": a text with a zero byte in it cannot be a name"
-    longest, length = max(len(os.fsencode(part)) for part in text.split("/")), len(os.fsencode(text))
-    if not about["path"] or (longest <= _MAX_NAME and length <= _MAX_PATH):
-        return ""
-    what = f"{length} bytes, and paths have at most {_MAX_PATH}"
-    if longest > _MAX_NAME:
-        what = f"a name of {longest} bytes, and the longest have {_MAX_NAME}"
-    return f" ({text[:40]}...) has {what}"
 
 
 def _show(value: float) -> str:

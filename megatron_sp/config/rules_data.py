@@ -146,7 +146,7 @@ def _bert_data(config: Config) -> Iterator[str]:
         yield f"{flag_name(name)} {rule}: leave it out"
 
 
-# ------------------------------------------------------------------------------------------- groups of parts of data sets
+# ----------------------------------------------------------------------------------------- groups of parts of data sets
 
 
 class SplitGroup(NamedTuple):

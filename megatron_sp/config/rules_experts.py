@@ -40,8 +40,8 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
     if not model.has_experts:
         if ep > 1:
             yield (
-                f"expert_model_parallel_size ({ep}) is about the experts of a model without any: add --num-experts N, or"
-                " leave it out"
+                f"expert_model_parallel_size ({ep}) is about the experts of a model without any: add --num-experts N,"
+                " or leave it out"
             )
         return
     assert model.num_experts

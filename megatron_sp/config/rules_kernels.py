@@ -142,7 +142,9 @@ def obstacles(config: Config) -> list[Obstacle]:
         (draws and kernels.recompute_granularity is not None,
          "a recomputation sets the state of the generator that attention's kernel draws from (--attention-dropout with"
          " --recompute-granularity)", "add --attention-dropout 0"),
-        (parallel.check_collectives, "--check-collectives compares ranks on the host before each collective", leave_out),
-        (config.logging.enable_fault_injection, "--enable-fault-injection acts at places of the host's code", leave_out),
+        (parallel.check_collectives,
+         "--check-collectives compares ranks on the host before each collective", leave_out),
+        (config.logging.enable_fault_injection,
+         "--enable-fault-injection acts at places of the host's code", leave_out),
     )  # fmt: skip
     return [Obstacle(reason, way_out) for stands, reason, way_out in table if stands]

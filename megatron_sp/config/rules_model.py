@@ -40,7 +40,7 @@ def resolve_groups(config: Config) -> Iterator[str]:
 
 
 def resolve_gelu(model: ModelConfig) -> None:
-    """Say which GELU the model has where no flag does, so that a checkpoint holds what it was trained with; idempotent."""
+    """Say which GELU the model has where no flag does, for a checkpoint to hold what was trained; idempotent."""
     if model.is_bert:
         model.bert_head_activation = model.head_activation  # first: it depends on whether the next field was given
     model.gelu_approximate = "tanh" if model.has_tanh_gelu else "none"

@@ -26,7 +26,7 @@ _OF_STAGES = (
 
 
 def resolve_stages(config: Config) -> None:
-    """Turn what the flags say of a rank's stages into their number, unless the flags contradict each other; idempotent."""
+    """Turn what the flags say of a rank's stages into their number, unless they contradict each other; idempotent."""
     parallel, layers, p = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
     per_stage = parallel.num_layers_per_virtual_pipeline_stage
     if p == 1 or parallel.num_virtual_stages_per_pipeline_rank is not None:
@@ -74,7 +74,8 @@ def pipeline_violations(config: Config) -> Iterator[str]:
     schedule = f"--pipeline-schedule {kind}"
     if kind in ("1f1b", "slices") and v > 1:
         yield (
-            f"{schedule} has one stage on each rank, and there are {v}: use interleaved or zb1p, or leave the stages out"
+            f"{schedule} has one stage on each rank, and there are {v}: use interleaved or zb1p, or leave the stages"
+            " out"
         )
     if kind == "interleaved" and v == 1:
         yield (

@@ -1,5 +1,4 @@
-"""Configuration of a run: plain dataclasses, one per group of flags; ``schema_model.py`` and ``schema_parallel.py`` have
-the model's and the layout's.
+"""Configuration of a run: plain dataclasses, one per group of flags; those of the model and the layout are next door.
 
 Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and
 aliases are in the field's metadata, so ``--help``, YAML files, ``docs/reference/flags.md`` and the configuration stored
@@ -15,31 +14,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_sp.config.fields import (
-    ADAM,
-    DECAY,
-    DYNAMIC_SCALE,
-    FILES,
-    FP16,
-    HORIZON,
-    LOADS,
-    ONE_DECAY,
-    PROFILES,
-    SAVES,
-    SGD,
-    SPLITS,
-    STEPS,
-    STEPS_FROM_0,
-    TENSORBOARD,
-    VALIDATES,
-    WANDB,
-    WARMUP,
-    WITH_STATE,
-    WSD,
-    field_kinds,
-    flag,
-    tokenizers,
-)  # fmt: skip
+from megatron_sp.config.fields import STEPS, STEPS_FROM_0, When, field_kinds, flag, tokenizers
 from megatron_sp.config.schema_model import ModelConfig
 from megatron_sp.config.schema_parallel import KernelConfig, ParallelConfig
 from megatron_sp.utils.errors import ConfigError
@@ -55,7 +30,7 @@ PEAK_TFLOPS = {
     "h800-bf16": 989.0, "b200-bf16": 2250.0, "l40s-bf16": 362.0, "a10-bf16": 125.0, "v100-fp16": 125.0,
     "rtx4090-bf16": 165.0, "mi300x-bf16": 1307.0,
 }  # fmt: skip
-"""Devices that --peak-tflops knows by name: dense (not sparse) peak of matrix products, from the vendors' data sheets."""
+"""Devices that --peak-tflops knows by name: dense (not sparse) peak of matrix products, by the vendors' data sheets."""
 
 
 @dataclass
@@ -83,11 +58,11 @@ class BatchConfig:
         " --train-iters or --train-samples end it before", unit="tokens", low=1, high=10**18)
     # validation
     eval_interval: int | None = flag(None,
-        "validate every so many steps (default and 0: only at the end)", **STEPS_FROM_0, only=VALIDATES)
+        "validate every so many steps (default and 0: only at the end)", **STEPS_FROM_0, only=When.VALIDATES)
     eval_iters: int = flag(100,
         "global batches per validation and test pass; 0 or -1: none", unit="batches", low=-1, high=10**9)
     eval_global_batch_size: int | None = flag(None, "sequences per batch of validation and test (default: the global"
-        " batch size, the last if it grows)", unit="sequences", low=1, high=2**31, only=VALIDATES)
+        " batch size, the last if it grows)", unit="sequences", low=1, high=2**31, only=When.VALIDATES)
     skip_train: bool = flag(False, "only validate and test what --load names")
     # end
     exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0 (0: never)", **STEPS_FROM_0)
@@ -107,7 +82,7 @@ class OptimizerConfig:
     # fmt: off
     optimizer: Literal["adam", "sgd"] = flag("adam", "adam means AdamW")
     lr: float | None = flag(None, "peak learning rate (required to train)", low=0, high=math.inf)
-    min_lr: float = flag(0.0, "floor of the schedule", low=0, only=DECAY)
+    min_lr: float = flag(0.0, "floor of the schedule", low=0, only=When.DECAY)
     decoupled_lr: float | None = flag(None,
         "peak learning rate of the word embeddings and the output layer's weight (default: --lr)", low=0, high=math.inf)
     decoupled_min_lr: float | None = flag(None,
@@ -116,8 +91,9 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear",
         "shape of the decay after warm-up")
     lr_decay_iters: int | None = flag(None,
-        "horizon of the decay, warm-up included (default: the run)", **STEPS, only=HORIZON)
-    lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1, only=HORIZON)
+        "horizon of the decay, warm-up included (default: the run)", **STEPS, only=When.HORIZON)
+    lr_decay_samples: int | None = flag(None,
+        "the same, with --train-samples", unit="sequences", low=1, only=When.HORIZON)
     lr_decay_tokens: int | None = flag(None, "the same in tokens, turned into samples or steps as --train-tokens is; if"
         " that cannot be, the rate goes by tokens consumed", unit="tokens", low=1, high=10**18)
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay horizon, in [0, 1)", low=0)
@@ -125,27 +101,28 @@ class OptimizerConfig:
     lr_warmup_samples: int = flag(0, "the same, with --train-samples", unit="sequences", low=0)
     lr_warmup_tokens: int | None = flag(None,
         "the same in tokens, with --lr-decay-tokens", unit="tokens", low=0, high=10**18)
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", low=0, only=WARMUP)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", low=0, only=When.WARMUP)
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = flag("exponential",
-        "shape of WSD's final decay", only=WSD)
-    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", **STEPS, only=WSD)
-    lr_wsd_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1, only=WSD)
+        "shape of WSD's final decay", only=When.WSD)
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", **STEPS, only=When.WSD)
+    lr_wsd_decay_samples: int | None = flag(None,
+        "the same, with --train-samples", unit="sequences", low=1, only=When.WSD)
     # weight decay and clipping
     weight_decay: float = flag(0.01,
-        "decoupled decay of matrices; biases and norms are not decayed", low=0, only=ONE_DECAY)
+        "decoupled decay of matrices; biases and norms are not decayed", low=0, only=When.ONE_DECAY)
     start_weight_decay: float | None = flag(None, "first value of a ramped weight decay", low=0)
     end_weight_decay: float | None = flag(None, "last value of a ramped weight decay", low=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant", "ramp of the weight decay")
     clip_grad: float = flag(1.0, "global L2 norm to which gradients are clipped; 0: off", low=0)
     # the optimizers' own
-    adam_beta1: float = flag(0.9, "Adam's first-moment decay", low=0, only=ADAM)
-    adam_beta2: float = flag(0.999, "Adam's second-moment decay", low=0, only=ADAM)
-    adam_eps: float = flag(1e-8, "Adam's epsilon", low=0, only=ADAM)
-    sgd_momentum: float = flag(0.9, "SGD's momentum", low=0, only=SGD)
+    adam_beta1: float = flag(0.9, "Adam's first-moment decay", low=0, only=When.ADAM)
+    adam_beta2: float = flag(0.999, "Adam's second-moment decay", low=0, only=When.ADAM)
+    adam_eps: float = flag(1e-8, "Adam's epsilon", low=0, only=When.ADAM)
+    sgd_momentum: float = flag(0.9, "SGD's momentum", low=0, only=When.SGD)
     override_opt_param_scheduler: bool = flag(False,
-        "on resume take the schedule from the command line", aliases=("override-opt_param-scheduler",), only=LOADS)
-    use_checkpoint_opt_param_scheduler: bool = flag(False,
-        "on resume take the schedule from the checkpoint", aliases=("use-checkpoint-opt_param-scheduler",), only=LOADS)
+        "on resume take the schedule from the command line", aliases=("override-opt_param-scheduler",), only=When.LOADS)
+    use_checkpoint_opt_param_scheduler: bool = flag(False, "on resume take the schedule from the checkpoint",
+        aliases=("use-checkpoint-opt_param-scheduler",), only=When.LOADS)
     # fmt: on
 
 
@@ -157,13 +134,14 @@ class PrecisionConfig:
     bf16: bool = flag(False, "bf16 parameters and activations, fp32 master weights and gradients")
     fp16: bool = flag(False, "fp16 parameters and activations, fp32 master weights and gradients, loss scaling")
     fp64: bool = flag(False, "everything in fp64: for proofs, not for speed")
-    loss_scale: float | None = flag(None, "fixed loss scale (default: dynamic)", only=FP16)
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", only=(FP16, DYNAMIC_SCALE))
-    min_loss_scale: float = flag(1.0, "an overflow at this scale counts as a bad step", only=(FP16, DYNAMIC_SCALE))
+    loss_scale: float | None = flag(None, "fixed loss scale (default: dynamic)", only=When.FP16)
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", only=(When.FP16, When.DYNAMIC_SCALE))
+    min_loss_scale: float = flag(1.0,
+        "an overflow at this scale counts as a bad step", only=(When.FP16, When.DYNAMIC_SCALE))
     loss_scale_window: int = flag(1000,
-        "good steps before the scale doubles", unit="steps", low=1, high=10**9, only=(FP16, DYNAMIC_SCALE))
+        "good steps before the scale doubles", unit="steps", low=1, high=10**9, only=(When.FP16, When.DYNAMIC_SCALE))
     hysteresis: int = flag(2,
-        "overflows before the scale halves", unit="steps", low=1, high=10**9, only=(FP16, DYNAMIC_SCALE))
+        "overflows before the scale halves", unit="steps", low=1, high=10**9, only=(When.FP16, When.DYNAMIC_SCALE))
     max_bad_steps: int = flag(10,
         "stop (exit code 5) after more than this many non-finite steps in a row", unit="steps", low=0, high=10**9)
     # fmt: on
@@ -181,7 +159,7 @@ class DataConfig:
     # fmt: off
     data_path: tuple[str, ...] = flag((),
         "prefix of a .bin/.idx pair, or WEIGHT PREFIX [WEIGHT PREFIX ...] for a blend", path=True)
-    split: str = flag("969,30,1", "shares of --data-path for train, validation, test", only=SPLITS)
+    split: str = flag("969,30,1", "shares of --data-path for train, validation, test", only=When.SPLITS)
     train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone (replaces --split)", path=True)
     valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", path=True)
     test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", path=True)
@@ -195,7 +173,7 @@ class DataConfig:
     full_validation: bool = flag(False,
         "a validation goes through the whole of its data, however many batches --eval-iters says")
     data_cache_path: str | None = flag(None,
-        "folder of the index cache (default: beside the data)", path=True, only=FILES)
+        "folder of the index cache (default: beside the data)", path=True, only=When.FILES)
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     # tokenizer
     tokenizer_type: Literal[
@@ -240,30 +218,30 @@ class CheckpointConfig:
     load: str | None = flag(None, "a run, its checkpoints folder, or one step folder; absent is an error, except in a"
         " first run whose --save is the same folder: that starts afresh", path=True)
     exit_on_missing_checkpoint: bool = flag(False,
-        "nothing to load is an error in that first run, too (exit code 3)", only=LOADS)
+        "nothing to load is an error in that first run, too (exit code 3)", only=When.LOADS)
     auto_resume: bool = flag(False,
         "go on from the newest verified checkpoint under --save, or start afresh if there is none")
     save_interval: int | Literal["auto"] | None = flag(None, "save every so many steps, and always at the end (0: only"
-        " then); auto: as often as loses least, by what a save is measured to cost", **STEPS_FROM_0, only=SAVES)
+        " then); auto: as often as loses least, by what a save is measured to cost", **STEPS_FROM_0, only=When.SAVES)
     mean_time_between_failures_hours: float | None = flag(None, "of the whole run, for --save-interval auto (default:"
         " 50,000 hours of one process, divided by their number)", unit="hours", low=0.001)
     async_save: bool = flag(True, "copy what is saved to host memory, which is kept for it, and write while training"
-        " goes on (--no-async-save: training waits)", only=SAVES)
+        " goes on (--no-async-save: training waits)", only=When.SAVES)
     ckpt_step: int | None = flag(None, "load this step instead of the newest", unit="steps", low=0)
     resume_fallback: bool = flag(False, "if the newest checkpoint is damaged, take the newest sound one before it")
     finetune: bool = flag(False, "load weights only and start at step 0; rotary positions and window may be others than"
         " before, for a longer context")
-    no_load_optim: bool = flag(False, "do not load the optimizer's state", only=(LOADS, WITH_STATE))
-    no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)", only=SAVES)
+    no_load_optim: bool = flag(False, "do not load the optimizer's state", only=(When.LOADS, When.WITH_STATE))
+    no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)", only=When.SAVES)
     use_checkpoint_args: bool = flag(False, "take the model from the checkpoint, and its tokenizer where no flag names"
         " one; a flag that says another model is an error, what belongs to training (dropout, coefficients) counts"
         " where it is given")
     keep_last: int = flag(2,
-        "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9, only=SAVES)
+        "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9, only=When.SAVES)
     keep_every: int | None = flag(None, "also keep every checkpoint whose step is a multiple of this",
-        aliases=("save-retain-interval",), unit="steps", low=1, only=SAVES)
+        aliases=("save-retain-interval",), unit="steps", low=1, only=When.SAVES)
     accept_data_change: bool = flag(False,
-        "resume although data, tokenizer, split, sequence length or seed changed", only=LOADS)
+        "resume although data, tokenizer, split, sequence length or seed changed", only=When.LOADS)
     # fmt: on
 
 
@@ -280,13 +258,13 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = flag(False, "add the number of zeros in the gradients to each record")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events there (needs the extra 'log')", path=True)
     tensorboard_queue_size: int = flag(1000,
-        "events kept in memory before a write", low=1, high=10**6, only=TENSORBOARD)
+        "events kept in memory before a write", low=1, high=10**6, only=When.TENSORBOARD)
     wandb_project: str | None = flag(None, "log to this Weights & Biases project (needs the extra 'log')")
-    wandb_exp_name: str | None = flag(None, "name of the W&B run", only=WANDB)
+    wandb_exp_name: str | None = flag(None, "name of the W&B run", only=When.WANDB)
     profile: bool = flag(False, "write a torch profiler trace into the run folder")
-    profile_step_start: int = flag(10, "first profiled step", **STEPS_FROM_0, only=PROFILES)
-    profile_step_end: int = flag(12, "step before which profiling stops", **STEPS_FROM_0, only=PROFILES)
-    profile_ranks: tuple[int, ...] = flag((0,), "ranks that write a trace", only=PROFILES)
+    profile_step_start: int = flag(10, "first profiled step", **STEPS_FROM_0, only=When.PROFILES)
+    profile_step_end: int = flag(12, "step before which profiling stops", **STEPS_FROM_0, only=When.PROFILES)
+    profile_ranks: tuple[int, ...] = flag((0,), "ranks that write a trace", only=When.PROFILES)
     report_overlap: int | None = flag(None, "after N steps (10 if no number is given) print how much of each layer's"
         " exchanges ran under computation, and draw the time line; of a pipeline print and draw the schedule, planned"
         " and measured", unit="steps", low=1, high=10_000, alone=10)
@@ -323,7 +301,7 @@ class Config:
 
     @property
     def knows_model(self) -> bool:
-        """False while the model is still to be taken from a checkpoint: what the flags say of it is only a part then."""
+        """False while the model is still to be taken from a checkpoint: what flags say of it is only a part then."""
         return self.model_is_settled or not self.checkpoint.use_checkpoint_args
 
     @property
@@ -403,7 +381,7 @@ class Config:
 
 
 _FACTORIES: dict[str, Any] = {item.name: item.default_factory for item in dataclasses.fields(Config)}
-GROUPS: dict[str, type] = {name: make for name, make in _FACTORIES.items() if dataclasses.is_dataclass(make)}  # type: ignore[misc]
+GROUPS: dict[str, Any] = {name: make for name, make in _FACTORIES.items() if dataclasses.is_dataclass(make)}
 """The groups of flags: name of the field in ``Config`` and its dataclass."""
 FIELDS = {(group, item.name): item for group, cls in GROUPS.items() for item in dataclasses.fields(cls)}
 """The field behind every flag, by (group, name), in the order in which they are defined."""

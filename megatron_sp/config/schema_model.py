@@ -6,18 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sp.config.fields import (
-    BALANCE,
-    EXPERT_BIAS,
-    EXPERTS,
-    GELU,
-    NO_BIASES,
-    POSITIONS,
-    QK_NORM,
-    ROPE_SCALING,
-    ROTARY,
-    flag,
-)  # fmt: skip
+from megatron_sp.config.fields import POSITIONS, When, flag
 from megatron_sp.utils.errors import ConfigError
 
 ActivationName = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
@@ -38,36 +27,38 @@ class ExpertConfig:
     num_experts: int | None = flag(None, "experts in place of the MLP, of which each token takes --moe-router-topk;"
         " none is ever full (default: dense MLPs)", unit="experts", low=0, high=2**16)
     moe_router_topk: int = flag(2,
-        "experts of each token", aliases=("topk",), unit="experts", low=1, high=2**10, only=EXPERTS)
+        "experts of each token", aliases=("topk",), unit="experts", low=1, high=2**10, only=When.EXPERTS)
     moe_ffn_hidden_size: int | None = flag(None,
-        "width of an expert (default: --ffn-hidden-size)", low=1, high=2**24, only=EXPERTS)
+        "width of an expert (default: --ffn-hidden-size)", low=1, high=2**24, only=When.EXPERTS)
     moe_shared_expert_intermediate_size: int | None = flag(None,
-        "width of one more expert that all tokens take (default: none)", low=0, high=2**24, only=EXPERTS)
+        "width of one more expert that all tokens take (default: none)", low=0, high=2**24, only=When.EXPERTS)
     moe_layer_freq: str = flag("1", "which layers have them; N: layers 0, N, 2 N, ...; or a pattern of all layers such"
-        " as [0]+[1]*23 (Megatron's)", only=EXPERTS)
+        " as [0]+[1]*23 (Megatron's)", only=When.EXPERTS)
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax",
-        "scores from the router's logits", only=EXPERTS)
+        "scores from the router's logits", only=When.EXPERTS)
     moe_router_pre_softmax: bool = flag(False, "softmax over all experts, then the best of them; without it over the"
-        " chosen ones, whose weights sum to 1", only=EXPERTS)
+        " chosen ones, whose weights sum to 1", only=When.EXPERTS)
     moe_router_topk_scaling_factor: float | None = flag(None,
-        "factor of the weights of the chosen experts", low=0, only=EXPERTS)
+        "factor of the weights of the chosen experts", low=0, only=When.EXPERTS)
     moe_router_num_groups: int | None = flag(None, "groups of experts, of which each token chooses"
-        " --moe-router-group-topk before it chooses experts there", unit="groups", low=1, high=2**16, only=EXPERTS)
+        " --moe-router-group-topk before it chooses experts there", unit="groups", low=1, high=2**16, only=When.EXPERTS)
     moe_router_group_topk: int | None = flag(None,
-        "groups of each token", unit="groups", low=1, high=2**10, only=EXPERTS)
+        "groups of each token", unit="groups", low=1, high=2**10, only=When.EXPERTS)
     moe_router_dtype: Literal["fp32", "fp64"] = flag("fp32",
-        "number format of the router; of an fp64 model fp64", only=EXPERTS)
+        "number format of the router; of an fp64 model fp64", only=When.EXPERTS)
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] | None = flag(None,
         "what the loss that keeps the load even is about; seq_aux_loss: each sequence; global_aux_loss: the global"
         " batch; aux_loss: Megatron's, over what a rank has in a micro-batch, is taken as seq_aux_loss, which does not"
-        " depend on the layout (default: seq_aux_loss with a --moe-aux-loss-coeff, else none)", only=(EXPERTS, BALANCE))
-    moe_aux_loss_coeff: float = flag(0.0, "coefficient of that loss", aliases=("moe-loss-coeff",), low=0, only=EXPERTS)
+        " depend on the layout (default: seq_aux_loss with a --moe-aux-loss-coeff, else none)",
+        only=(When.EXPERTS, When.BALANCE))
+    moe_aux_loss_coeff: float = flag(0.0,
+        "coefficient of that loss", aliases=("moe-loss-coeff",), low=0, only=When.EXPERTS)
     moe_z_loss_coeff: float | None = flag(None,
-        "coefficient of a loss that keeps the router's logits small", low=0, only=EXPERTS)
+        "coefficient of a loss that keeps the router's logits small", low=0, only=When.EXPERTS)
     moe_router_enable_expert_bias: bool = flag(False, "with sigmoids a bias of each expert, added when experts are"
         " chosen, is raised after a step in which it had less than the mean load and lowered after one with more; keeps"
-        " the load even without a loss (DeepSeek-V3)", only=EXPERTS)
-    moe_router_bias_update_rate: float = flag(1e-3, "by how much", low=0, only=(EXPERTS, EXPERT_BIAS))
+        " the load even without a loss (DeepSeek-V3)", only=When.EXPERTS)
+    moe_router_bias_update_rate: float = flag(1e-3, "by how much", low=0, only=(When.EXPERTS, When.EXPERT_BIAS))
     # fmt: on
 
     @property
@@ -124,20 +115,20 @@ class ModelConfig(ExpertConfig):
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute",
         "learned table, rotary, or none")
     rotary_base: float = flag(10000.0,
-        "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"), only=ROTARY)
-    rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]", only=ROTARY)
+        "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"), only=When.ROTARY)
+    rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]", only=When.ROTARY)
     rotary_seq_len_interpolation_factor: float = flag(1.0, "divide all positions by this before they turn anything, for"
         " sequences so many times longer than those of pretraining")
     use_rope_scaling: bool = flag(False, "stretch the slow rotary frequencies for longer sequences, as Llama 3.1 and"
         " later do; see the --rope-scaling flags")
     rope_scaling_factor: float = flag(8.0,
-        "frequencies that are too slow for the original length are divided by this", only=ROPE_SCALING)
+        "frequencies that are too slow for the original length are divided by this", only=When.ROPE_SCALING)
     rope_scaling_low_freq_factor: float = flag(1.0,
-        "too slow are those that turn less often than this over the original length", only=ROPE_SCALING)
+        "too slow are those that turn less often than this over the original length", only=When.ROPE_SCALING)
     rope_scaling_high_freq_factor: float = flag(4.0, "those that turn more often than this over it stay as they are; in"
-        " between it goes over evenly", only=ROPE_SCALING)
+        " between it goes over evenly", only=When.ROPE_SCALING)
     rope_scaling_original_length: int = flag(8192, "sequence length of pretraining",
-        aliases=("rope-scaling-original-max-position-embeddings",), **POSITIONS, only=ROPE_SCALING)
+        aliases=("rope-scaling-original-max-position-embeddings",), **POSITIONS, only=When.ROPE_SCALING)
     window_size: int | None = flag(None, "a token attends to itself and the N - 1 tokens before it (Mistral's sliding"
         " window); Megatron's N-1,0 is understood (default: to all before it)", **POSITIONS)
     # norms
@@ -150,7 +141,7 @@ class ModelConfig(ExpertConfig):
     qk_layernorm: bool = flag(False, "norm on every query and key head")
     qk_layernorm_scope: Literal["head", "all"] = flag("head", "with RMSNorm over each head, or over all heads of a"
         " token together, each channel with a weight of its own (OLMoE), which sums two numbers for each token over tp"
-        " and sp ranks in each pass and sends all heads in one chunk", only=QK_NORM)
+        " and sp ranks in each pass and sends all heads in one chunk", only=When.QK_NORM)
     use_parallel_residual: bool = flag(False, "attention and MLP work on the same input, x + attention(norm(x)) +"
         " mlp(norm(x)), each with a norm of its own (GPT-NeoX, Pythia)")
     # activation and biases
@@ -160,14 +151,14 @@ class ModelConfig(ExpertConfig):
     squared_relu: bool = flag(False, "squared ReLU MLP")
     gelu_approximate: Literal["tanh", "none"] | None = flag(None, "GELU as tanh approximation or exact erf (default: as"
         " in Megatron, tanh where the MLP has biases, since its kernel of bias and GELU is that, and exact without"
-        " them)", only=GELU)
+        " them)", only=When.GELU)
     bert_head_activation: Literal["gelu_tanh", "gelu", "relu"] | None = flag(None,
         "BERT: activation of the head for masked tokens; gelu is the exact one (default: as in Megatron gelu, unless"
         " --gelu-approximate is given, which then holds here, too)")
     disable_bias_linear: bool = flag(False, "no biases in the linear layers")
-    add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection", only=NO_BIASES)
-    add_proj_bias: bool = flag(False, "keep the bias of attention's output projection", only=NO_BIASES)
-    add_mlp_bias: bool = flag(False, "keep the biases of the MLP", only=NO_BIASES)
+    add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection", only=When.NO_BIASES)
+    add_proj_bias: bool = flag(False, "keep the bias of attention's output projection", only=When.NO_BIASES)
+    add_mlp_bias: bool = flag(False, "keep the biases of the MLP", only=When.NO_BIASES)
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
     # training and initial weights
     attention_dropout: float = flag(0.1, "dropout on attention probabilities, in [0, 1)", low=0)
@@ -317,20 +308,19 @@ def layer_pattern(text: str, num_layers: int) -> list[bool]:
     plain = re.sub(r"[\s()]", "", text)
     if plain.isascii() and plain.isdigit() and 1 <= int(plain[:6]) <= MOST_LAYERS:
         return [layer % int(plain) == 0 for layer in range(num_layers)]
-    found: list[bool] = []
+    layers: list[bool] = []
     for term in plain.split("+"):
         match = _TERM.fullmatch(term)
-        if match is None or len(found) > MOST_LAYERS:
+        if match is None or len(layers) > MOST_LAYERS:
             raise ConfigError(
                 f"--moe-layer-freq {text[:60]!r} is neither a number of layers nor a pattern: write 2 for every"
                 " second layer, or terms such as [0]+[1]*23, 1 for a layer with experts"
             )
-        found += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
-    if len(found) != num_layers:
-        raise ConfigError(
-            f"--moe-layer-freq {text[:60]!r} is a pattern of {len(found)} layers, and num_layers is {num_layers}: give each a 0 or 1"
-        )
-    return found
+        layers += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
+    if len(layers) != num_layers:
+        counts = f"a pattern of {len(layers)} layers, and num_layers is {num_layers}"
+        raise ConfigError(f"--moe-layer-freq {text[:60]!r} is {counts}: give each a 0 or 1")
+    return layers
 
 
 def _required(value: int | None) -> int:

@@ -5,22 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sp.config.fields import (
-    EXCHANGES,
-    EXPERT_PARALLEL,
-    EXPERTS,
-    GRAPHS,
-    LAYERS,
-    NCCL,
-    PACKED,
-    RANKS,
-    RECOMPUTES,
-    RECOMPUTES_BLOCKS,
-    SHARDED,
-    TENSOR_PARALLEL,
-    VERIFIES,
-    flag,
-)  # fmt: skip
+from megatron_sp.config.fields import LAYERS, RANKS, When, flag
 
 
 @dataclass
@@ -34,7 +19,7 @@ class ParallelConfig:
         aliases=("tp-size",), **RANKS)
     sequence_parallel: bool = flag(False, "between the split layers cut the activations along the sequence, over the"
         " same ranks; less memory, the same result (Megatron's name; --sequence-parallel-size is something else)",
-        only=TENSOR_PARALLEL)
+        only=When.TENSOR_PARALLEL)
     # Ulysses
     sequence_parallel_size: int = flag(1, "sp: ranks that hold a piece of every sequence each, and trade it for a share"
         " of the heads around attention (Ulysses); for long sequences; at most num-attention-heads / tp",
@@ -93,34 +78,34 @@ class ParallelConfig:
         " tokens that have chosen them; they are ranks of dp, cp and sp, with --sequence-parallel of tp, too, so that"
         " it takes none of its own", aliases=("ep-size", "moe-expert-parallel-size"), **RANKS)
     moe_chunks: int = flag(1, "send and compute a rank's tokens in N parts, so that those of one travel while those of"
-        " another are computed", unit="parts", low=1, high=1024, only=EXPERT_PARALLEL)
+        " another are computed", unit="parts", low=1, high=1024, only=When.EXPERT_PARALLEL)
     moe_worst_load: float = flag(1.0, "for estimates alone: plan memory and exchanges of a rank whose experts get X"
-        " times the mean load", low=1, high=2**16, only=EXPERTS)
+        " times the mean load", low=1, high=2**16, only=When.EXPERTS)
     # communication
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
     distributed_timeout_minutes: float = flag(10.0,
         "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600)
     nccl_sp_ctas: int | None = flag(None, "multiprocessors that an exchange of NCCL takes at most from the computation"
         " it runs under; few slow down the exchange (default: NCCL decides, which is what the planner assumes)",
-        unit="CTAs", low=1, high=64, only=(NCCL, EXCHANGES))
+        unit="CTAs", low=1, high=64, only=(When.NCCL, When.EXCHANGES))
     nccl_dp_ctas: int | None = flag(None, "the same for gradients and parameters between the ranks of dp x cp x sp"
-        " (default: NCCL decides)", unit="CTAs", low=1, high=64, only=NCCL)
+        " (default: NCCL decides)", unit="CTAs", low=1, high=64, only=When.NCCL)
     nccl_cta_policy: Literal["default", "efficiency", "zero"] = flag("default", "how NCCL takes multiprocessors for sp,"
         " cp and dp; efficiency: few; zero: none where its copy engines can do the work (NCCL 2.28 or later, registered"
-        " buffers)", only=NCCL)
+        " buffers)", only=When.NCCL)
     # proof of the layout
     verify_parallelism: bool = flag(False, "compare one step of this layout with one process: loss, gradient norm,"
         " every gradient; exit 0, or 5 if they differ")
     verify_dtype: Literal["fp64", "fp32"] | None = flag(None,
-        "number format of the comparison (default: fp64, on GPUs fp32)", only=VERIFIES)
+        "number format of the comparison (default: fp64, on GPUs fp32)", only=When.VERIFIES)
     # ZeRO and data parallelism
     overlap_grad_reduce: bool = flag(True,
         "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it")
     zero_stage: int = flag(0, "what the ranks of dp x cp x sp share instead of each having all of it; 1: optimizer"
         " state and master weights; 2: gradients too; 3: parameters too (ZeRO)", low=0)
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
-    overlap_param_gather: bool = flag(True,
-        "gather parameters under computation, a block ahead; --no-overlap-param-gather: wait for each", only=SHARDED)
+    overlap_param_gather: bool = flag(True, "gather parameters under computation, a block ahead;"
+        " --no-overlap-param-gather: wait for each", only=When.SHARDED)
     grad_reduce_in_bf16: bool = flag(False,
         "gradients travel between ranks in bf16: half the bytes (default: as they are, in fp32)")
     zero3_keep_units: int = flag(0, "with --zero-stage 3: keep so many more blocks whole than the two that are needed,"
@@ -135,7 +120,7 @@ class ParallelConfig:
         " the GPU to the host", aliases=("cpu-optimizer", "optimizer-cpu-offload"))
     balance_rows: bool = flag(False, "packed documents (--reset-attention-mask, --bert-pack-sequences): deal the rows"
         " of a step to data-parallel ranks by the attention that they need, not by index; losses stay the same",
-        only=PACKED)
+        only=When.PACKED)
     delay_wgrad: bool = flag(False, "with sp or cp > 1: compute the gradients of the MLP's weights under the last"
         " exchange of attention's backward; shorter where exchanges take longer than what they overlap with (one head"
         " on a rank, slow links); takes the memory of an MLP's operands")
@@ -201,7 +186,7 @@ class ParallelConfig:
 
     @property
     def overlaps_exchanges(self) -> bool:
-        """True if exchanges overlap with computation: always except in mode "none" and with --split-qkv-linear alone."""
+        """True if exchanges overlap with computation: not in mode "none" and with --split-qkv-linear alone."""
         splits_alone = self.split_qkv_linear and self.sp_overlap_mode is None and not self.sp_overlap_comm
         return self.overlap_mode != "none" and not splits_alone
 
@@ -212,21 +197,23 @@ class KernelConfig:
 
     # fmt: off
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
-    attention_backend: Literal["auto", "flash", "flash2", "flash3", "flash4", "cudnn", "fused", "unfused", "local"] = flag(
-        "auto", "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn:"
-        " its cuDNN kernel; unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed"
-        " at the start on a GPU")
+    attention_backend: Literal[
+        "auto", "flash", "flash2", "flash3", "flash4", "cudnn", "fused", "unfused", "local",
+    ] = flag("auto", "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA;"
+        " cudnn: its cuDNN kernel; unfused/local: plain reference, with all scores in memory; auto: the fastest found,"
+        " timed at the start on a GPU")
     use_flash_attn: bool = flag(False,
         "--attention-backend flash, on a GPU and if that names no other", aliases=("use-flash-attn-v2",))
     fused_kernels: Literal["auto", "torch", "triton", "apex"] = flag("auto", "triton: Triton's kernels for norms,"
         " dropout, activation, rotary and cross entropy; apex: NVIDIA apex's for AdamW and norms; torch: neither; auto:"
         " those that are found and lose nothing")
+    # recomputation
     recompute_granularity: Literal["full", "selective"] | None = flag(None,
         "full: keep only block inputs; selective: recompute the attention core")
     recompute_method: Literal["uniform", "block"] | None = flag(None,
-        "uniform: all blocks; block: the first --recompute-num-layers (full only)", only=RECOMPUTES)
+        "uniform: all blocks; block: the first --recompute-num-layers (full only)", only=When.RECOMPUTES)
     recompute_num_layers: int | None = flag(None, "blocks per recompute chunk (uniform) or blocks to recompute (block)",
-        unit="blocks", low=1, high=10_000, only=(RECOMPUTES, RECOMPUTES_BLOCKS))
+        unit="blocks", low=1, high=10_000, only=(When.RECOMPUTES, When.RECOMPUTES_BLOCKS))
     recompute_attention: Literal["none", "exchange", "full"] = flag("none", "with --recompute-granularity full: none"
         " keeps attention's output and the log of its sums, and what Ulysses has sent back, so that neither is"
         " repeated; exchange repeats the way back alone, for less memory; full repeats all", alone="full")
@@ -234,6 +221,7 @@ class KernelConfig:
         " exchange these again in backward, one chunk of heads (--sp-head-chunks) after another; for long sequences."
         " Recomputed blocks do so anyway")
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
+    # memory
     lm_head_chunk_tokens: int | None = flag(None, "tokens per chunk of the LM head and its loss (default: on a CPU"
         " about 50 MiB of logits and at most 512 tokens, on a GPU 512 MiB)", unit="tokens", low=1, high=2**31)
     mlp_chunks: int = flag(1, "compute each MLP over N pieces of the positions: its wide activation exists for one"
@@ -241,6 +229,7 @@ class KernelConfig:
     offload_activations: bool = flag(False, "keep what each block saves for backward in host memory, and fetch it a"
         " block ahead; with --recompute-granularity full that is the blocks' inputs; for sequences that do not fit on a"
         " GPU otherwise")
+    # host and launches
     num_threads: int | None = flag(None, "intra-op CPU threads per process (default: the host's cores divided by its"
         " processes; OMP_NUM_THREADS for one process alone)", low=1, high=1024)
     allow_oom: bool = flag(False,
@@ -251,5 +240,5 @@ class KernelConfig:
         " Python; auto: where they can be captured, give the bits of eager steps and are faster; on: error where they"
         " cannot be captured", alone="on")
     cuda_graph_warmup_steps: int = flag(3,
-        "eager steps of each shape of batch before it is captured", unit="steps", low=1, high=10**6, only=GRAPHS)
+        "eager steps of each shape of batch before it is captured", unit="steps", low=1, high=10**6, only=When.GRAPHS)
     # fmt: on

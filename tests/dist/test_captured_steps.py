@@ -44,7 +44,7 @@ def with_tapes(then: Callable[[int], None] = lambda _: None) -> Callable[[int], 
         from megatron_sp.config import fields
 
         graphs.require_captured = lambda *_, **__: None  # type: ignore[assignment]
-        object.__setattr__(fields.GRAPHS, "holds", lambda _: True)
+        object.__setattr__(fields.When.GRAPHS, "holds", lambda _: True)
         rules._graphs.__code__ = (lambda config: iter(())).__code__
         then(rank)
 

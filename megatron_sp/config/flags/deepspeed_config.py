@@ -155,7 +155,7 @@ def _is_off(value: Any) -> bool:
     return value in (None, False, 0, "auto", "none")
 
 
-# ------------------------------------------------------------------------------------------ the file and the other flags
+# ----------------------------------------------------------------------------------------- the file and the other flags
 
 # Fields that DeepSpeed's engine takes from its file while the flag of Megatron-DeepSpeed lies idle, so that stock
 # scripts contradict themselves in them: what the file says counts. With each, the flags that would say it again and
@@ -172,7 +172,9 @@ _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "parallel.zero3_fetch": (("parallel.stage3_use_all_reduce_for_fetch_params", True, "all_reduce"),),
     "precision.bf16": (("precision.fp16", True, False), ("precision.fp64", True, False)),
     "precision.fp16": (("precision.bf16", True, False), ("precision.fp64", True, False)),
-    "optimizer.weight_decay": (("optimizer.start_weight_decay", None, None), ("optimizer.end_weight_decay", None, None)),
+    "optimizer.weight_decay": (
+        ("optimizer.start_weight_decay", None, None), ("optimizer.end_weight_decay", None, None),
+    ),
 }  # fmt: skip
 
 

@@ -64,8 +64,8 @@ def _must_be(wanted: Any, instead: str) -> Handler:
 
 
 def _if_on(meaning: str | Keys | Handler) -> Handler:
-    # a handler for a block whose own "enabled" is true; missing, it is false, as in DeepSpeed. ``meaning``: keys inside,
-    # why it is refused, or a handler
+    # a handler for a block whose own "enabled" is true; missing, it is false, as in DeepSpeed. ``meaning``: keys inside
+    # it, why it is refused, or a handler
     def judge(file: DeepSpeedFile, place: str, value: Any) -> None:
         block = file.object(place, value)
         if not file.switch(f"{place}.enabled", block.get("enabled")):
@@ -80,7 +80,7 @@ def _if_on(meaning: str | Keys | Handler) -> Handler:
     return judge
 
 
-# -------------------------------------------------------------------------------------------------- batch sizes and ZeRO
+# ------------------------------------------------------------------------------------------------- batch sizes and ZeRO
 
 
 def _accumulation(file: DeepSpeedFile, place: str, value: Any) -> None:
@@ -133,8 +133,8 @@ def _offload_param(file: DeepSpeedFile, place: str, value: Any) -> None:
     else:
         file.refuse(
             f"{place}.device", device,
-            "parameters stay on their device; to save memory there use stage 3, offload_optimizer (--offload-optimizer),"
-            " more ranks, or --recompute-granularity full; then remove the block",
+            "parameters stay on their device; to save memory there use stage 3, offload_optimizer"
+            " (--offload-optimizer), more ranks, or --recompute-granularity full; then remove the block",
         )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ _ZERO = Keys(
 )  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------------- number formats
+# ------------------------------------------------------------------------------------------------------- number formats
 
 
 def _fp16(file: DeepSpeedFile, place: str, value: Any) -> None:

@@ -17,7 +17,9 @@ from megatron_sp.config.flags.settings import Setting
 from megatron_sp.config.schema import Config
 
 HELD = {
-    "expert-interval": (1, "layers number N, 2 N, ..., counted from 1, have experts: `--moe-layer-freq` with that pattern"),
+    "expert-interval": (
+        1, "layers number N, 2 N, ..., counted from 1, have experts: `--moe-layer-freq` with that pattern",
+    ),
     "moe-loss-weight": (1, "`--moe-aux-loss-coeff` N / `--num-layers`"),
     "moe-expert-model-parallelism": (
         0, "`--expert-model-parallel-size` with as many ranks as can have the same number of experts",
@@ -135,7 +137,7 @@ def _has_experts(config: Config, setting: Setting) -> list[bool]:
 
 
 def _layers(config: Config, setting: Setting | None, has_experts: list[bool] | None) -> str:
-    # the pattern of layers: number N, 2 N, ..., counted from 1, have experts; ``has_experts`` may leave some of them out
+    # the pattern of layers: number N, 2 N, ..., counted from 1, have experts; ``has_experts`` may leave some out
     layers, every = config.model.num_layers, _EVERY if setting is None else _value("int", setting)
     if every < 1:
         raise ValueError(f"--expert-interval ({every}) must be at least 1: it is a number of layers")

@@ -1,6 +1,4 @@
-"""Text of --help, from the fields of ``config/schema.py``: one section per group of flags, with choices, units and
-defaults.
-"""
+"""Text of --help, from the fields of ``config/schema.py``: one section per group of flags."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ _GENERAL = (
     ("-h, --help", "show this help message and exit"),
     ("--preset NAME", "shape of a published model, such as gpt2-124m or llama3-8b, as defaults of the flags"
      " (`megatron-sp presets` lists them)"),
-    ("--config FILE", "YAML file of flags, flat or grouped; given twice the second comes over the first, and the command"
-     " line over both"),
+    ("--config FILE", "YAML file of flags, flat or grouped; given twice the second comes over the first, and the"
+     " command line over both"),
     ("--deepspeed-config FILE", "DeepSpeed's JSON; it must agree with the flags, docs/reference/flags.md"),
     ("--print-config", "print the whole configuration as YAML for --config, and exit"),
     ("--dry-run [text|json]", "print parameters, memory and traffic of every rank, as a table or as JSON, and exit;"
@@ -55,7 +53,7 @@ def print_help(prog: str, description: str) -> None:
 
 
 def flags_of(cls: type) -> list[dataclasses.Field[Any]]:
-    """Return a group's fields in the order in which they are listed: its own before those that it inherits (experts)."""
+    """Return a group's fields in the order in which they are listed: its own before those that it inherits."""
     return sorted(dataclasses.fields(cls), key=lambda item: item.name not in cls.__annotations__)
 
 
