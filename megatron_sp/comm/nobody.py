@@ -69,7 +69,7 @@ def join_nobody(
 def count_collectives(
     undo: ExitStack, backend: str, tell: Callable[[str, Any, Tensor, int], Callable[[], None]]
 ) -> None:
-    """Let collectives do nothing but ``tell`` (see ``join_nobody``) until ``undo`` is closed; groups need size and rank only."""
+    """Let collectives do nothing but ``tell`` (``join_nobody``) until ``undo`` is closed; groups have size and rank."""
 
     def sent(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
         return Work(op == "send", tell(op, group, x, num_bytes))
