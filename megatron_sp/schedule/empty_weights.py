@@ -65,6 +65,12 @@ def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
             given.copy_(whole)
 
 
+def device_of(group: Group) -> torch.device:
+    """Return the device of a group's tensors: this rank's GPU with NCCL, else the CPU."""
+    on_gpu = torch.cuda.is_available() and "nccl" in str(getattr(group, "name", lambda: "")()).lower()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def _mark(t: Tensor) -> float:
     # a value that no initialisation leaves: what still has it was not initialised (of bool there is none)
     if t.is_floating_point() or t.is_complex():
@@ -79,9 +85,7 @@ def _has_marks(t: Tensor) -> bool:
 def _initialise(model: nn.Module, init: Init, empty: set[str], group: Group) -> None:
     # give empty tensors contents: marks first, then, in these modules (in all, with ``init``), what the module draws
     device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
-    if device is None:
-        on_gpu = torch.cuda.is_available() and "nccl" in str(getattr(group, "name", lambda: "")()).lower()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = device or device_of(group)
     for names in names_of(model).values():
         old = model.get_parameter(names[0])
         if old.is_meta:

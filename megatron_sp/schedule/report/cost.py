@@ -169,8 +169,8 @@ class _Step(TorchFunctionMode):
                 self._is_inside = True  # what it weighs large results with is without contents, too
                 loss = default_loss(outputs)
                 self._is_inside, self._is_backward = False, True
-                # backward() of a tensor would recompute outside of this mode
-                torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
+                if loss.requires_grad:  # backward() of a tensor would recompute outside of this mode
+                    torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
                 self._exchange = None
                 applied.finish_backward()
             except ConfigError:

@@ -22,6 +22,7 @@ from megatron_sp.schedule.apply.apply import apply, decide
 from megatron_sp.schedule.apply.hf_attention import is_hugging_face
 from megatron_sp.schedule.apply.randomness import dropping
 from megatron_sp.schedule.core.directives import Directive, Mesh
+from megatron_sp.schedule.empty_weights import device_of
 from megatron_sp.schedule.verify.copies import one_expert_at_a_time
 from megatron_sp.schedule.verify.derive import Draws, as_said, is_open, random_lines, says_random, with_adjoints
 from megatron_sp.schedule.verify.verify import LossOf, Verdict, verify
@@ -143,7 +144,6 @@ def _candidates(model: nn.Module, lines: list[Directive]) -> Iterator[tuple[Call
 def _ready(model: nn.Module, mesh: Mesh) -> nn.Module:
     # on the device of the ranks' groups, all parameters a little changed: biases of 0 would hide mistakes
     group = next((g for g in (mesh.tp, mesh.sp, mesh.cp) if g.size() > 1), mesh.world)
-    on_gpu = torch.cuda.is_available() and "nccl" in str(getattr(group, "name", lambda: "")()).lower()
     for module in model.modules():
         config: Any = module.__dict__.get("config")
         if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):
@@ -155,7 +155,7 @@ def _ready(model: nn.Module, mesh: Mesh) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, dtype=torch.float32).mul_(0.05).to(p))
-    return model.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    return model.to(device_of(group))
 
 
 # lines for a model with fewer layers, and back
