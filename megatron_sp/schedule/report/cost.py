@@ -122,14 +122,13 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
         result.parameters += p.nbytes
         result.whole_parameters += torch.Size(applied.specs[name].shape).numel() * p.element_size()
     if mesh.cp.size() > 1:
-        result.notes.append(
-            "not in here: keys and values that context() sends over cp, and the cut of activations by it"
-        )
+        note = "not in here: keys and values that context() sends over cp, and the cut of activations by it"
+        result.notes.append(note)
     return result
 
 
 class _Step(TorchFunctionMode):
-    """A step of a split model on the meta device, in which exchanges are recorded, and the bytes that they send.
+    """A step of a split model on the meta device, with its exchanges and the bytes that they send.
 
     Ids, masks and buffers have values, because models look at them; what is computed with a parameter has none.
     """
@@ -214,7 +213,7 @@ class _Step(TorchFunctionMode):
         self._is_inside = True
         with self:
             result = func.__wrapped__(*args, **kwargs)
-        if name in _WORDS and isinstance(result, Tensor) and result.grad_fn is not None:
+        if name in _WORDS and result is not args[0] and result.grad_fn is not None:
             # the nodes of an exchange run one after another, the last one first
             result.grad_fn.register_prehook(lambda grads: setattr(self, "_exchange", sent))
         self._exchange, self._is_inside = outer
@@ -232,9 +231,7 @@ class _Step(TorchFunctionMode):
             return torch.device("cpu")
         if name in ("to", "cuda", "cpu"):  # only the dtype changes
             given = [*args[1:], *kwargs.values()]
-            dtypes = [v for v in given if isinstance(v, torch.dtype)] + [
-                v.dtype for v in given if isinstance(v, Tensor)
-            ]
+            dtypes = [getattr(v, "dtype", v) for v in given if isinstance(v, (torch.dtype, Tensor))]
             return args[0] if not dtypes or dtypes[0] == args[0].dtype else args[0].to(dtypes[0])
         if kwargs.get("device") is not None and not knows_device:
             kwargs = {**kwargs, "device": None}
