@@ -83,7 +83,6 @@ class Outcome:
             many.
         reserved, expandable: bytes that the caching allocator takes for them, with segments and with expandable ones.
         held: of the peak, by place, the largest first.
-        plan: the form's prediction (``MemoryPlan.as_dict``); of a training.
     """
 
     error: str = ""
@@ -102,7 +101,6 @@ class Outcome:
     reserved: int = 0
     expandable: int = 0
     held: dict[str, int] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
     num_accesses: int = 0
     squares: dict[str, int] = field(default_factory=dict)
 
@@ -126,7 +124,6 @@ def run(case: Case) -> Outcome:
     if case.large:
         modules.install_large(device)
     _watch_steps(device, outcome)
-    _watch_plan(outcome)
     _count_time()
     device.dropped, device.square_from = case.drop, case.square_from
     said = io.StringIO()
@@ -208,19 +205,6 @@ def _watch_steps(device: Device, outcome: Outcome) -> None:
         return result
 
     TrainStep.run = run_step  # type: ignore[method-assign]
-
-
-def _watch_plan(outcome: Outcome) -> None:
-    """Note the memory that the form predicts."""
-    from megatron_sp.training.memory_estimate import MemoryEstimate
-
-    original = MemoryEstimate.__init__
-
-    def begin(self: MemoryEstimate, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        outcome.plan = self.memory.as_dict()
-
-    MemoryEstimate.__init__ = begin  # type: ignore[method-assign]
 
 
 def _count_time() -> None:
