@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.launch import is_first_rank, launched_processes
 
 if TYPE_CHECKING:  # imports numpy, which needs memory: run_program() explains if there is none
-    from megatron_sp.data.classification import Example, TextTable
+    from megatron_sp.data.classification import TextTable
 
 _DESCRIPTION = """\
 Fine-tune a pretrained BERT to classify texts, on one process or many, and report its accuracy.
@@ -36,7 +35,7 @@ _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     """Train a classifier; flags of this command and of training may be mixed. Ends the process."""
-    from megatron_sp.data.classification import check_labels, labels_of
+    from megatron_sp.data.classification import check_labels, labels_of, read_examples
 
     options, rest = parse(argv, prog)
     talks = is_first_rank()
@@ -47,7 +46,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
 
     try:
         table = _table(options)
-        train, valid = _read(options, table, say)
+        halves = []
+        for path in (options.train_data, options.valid_data):
+            examples, skipped = read_examples(path, table, skip_bad_lines=options.skip_bad_lines)
+            if skipped:
+                say(f"warning: {path}: {skipped} bad lines were left out")
+            halves.append(examples)
+        train, valid = halves
         check_labels(labels_of(table, train), valid)
         flags = pretraining_flags(options, rest, len(train))
     except ReportedError as error:
@@ -96,20 +101,6 @@ def _table(options: argparse.Namespace) -> TextTable:
         raise ConfigError(f"--epochs ({options.epochs}) must be above 0: passes over the training examples")
     given = {field: getattr(options, flag) for flag, field in _COLUMNS.items() if getattr(options, flag) is not None}
     return replace(GLUE.get(options.task, TextTable()), **given)
-
-
-def _read(
-    options: argparse.Namespace, table: TextTable, say: Callable[[str], None]
-) -> tuple[list[Example], list[Example]]:
-    from megatron_sp.data.classification import read_examples
-
-    halves = []
-    for path in (options.train_data, options.valid_data):
-        examples, skipped = read_examples(path, table, skip_bad_lines=options.skip_bad_lines)
-        if skipped:
-            say(f"warning: {path}: {skipped} bad lines were left out")
-        halves.append(examples)
-    return halves[0], halves[1]
 
 
 def pretraining_flags(options: argparse.Namespace, rest: list[str], num_examples: int) -> list[str]:

@@ -19,7 +19,7 @@ from megatron_sp.utils.launch import Launch, is_first_rank, let_first_rank_speak
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") -> NoReturn:
-    """Pretrain a GPT or a BERT, as the first word says, and end the process."""
+    """Pretrain what the first word names, and end the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     programs = {"gpt": pretrain_gpt, "bert": pretrain_bert}
     if words[:1] in (["-h"], ["--help"]):

@@ -254,9 +254,12 @@ def diff(
     differing = _tensor_differences(folders, chosen[0], chosen[1], rtol, atol)
     compared, same = len(set(chosen[0]) | set(chosen[1])), not differing and not any(row.counts for row in rows)
     if as_json:
+        records = [row._asdict() for row in differing]
+        for tensor in records:  # JSON has no infinities: they become words
+            tensor |= {key: str(x) for key, x in tensor.items() if isinstance(x, float) and not math.isfinite(x)}
         record = {
             "a": str(folders[0]), "b": str(folders[1]), "same": same, "state": [row._asdict() for row in rows],
-            "compared_tensors": compared, "tensors": [_finite(row._asdict()) for row in differing],
+            "compared_tensors": compared, "tensors": records,
         }  # fmt: skip
         print(json.dumps(record, indent=1))
     else:
@@ -265,11 +268,6 @@ def diff(
         verdict = f"{'the same' if same else 'different'}: {equal}"
         print(f"a: {folders[0]}", f"b: {folders[1]}", *_difference_lines(rows, differing), verdict, sep="\n")
     return EXIT_OK if same else EXIT_DIFFERENT
-
-
-def _finite(record: Record) -> Record:
-    # JSON has no infinities: they become words
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def _state_differences(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Difference]:

@@ -288,10 +288,8 @@ def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | 
     if every:
         place = _resolve(path)
         if place.only is not None or ckpt_step is not None:
-            text = (
-                f"--all asks for every step of a run, but one step is named ({path}): give the run, or leave --all out"
-            )
-            raise CheckpointError(text)
+            what = f"every step of a run, but one step is named ({path}): give the run, or leave --all out"
+            raise CheckpointError(f"--all asks for {what}")
         step_folder(path)  # raises where there is none
         folders = list(list_steps(place.folder).values())
     else:

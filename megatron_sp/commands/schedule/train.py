@@ -1,4 +1,4 @@
-"""``megatron-sp schedule train``: train a local transformers model with a plan, or with the preset of its family.
+"""``megatron-sp schedule train``: train a local transformers model with a plan, or a preset.
 
 torchrun --nproc-per-node 4 -m megatron_sp schedule train auto --model FOLDER --tp 2 --lr 1e-3 --train-iters 100 ...
 """

@@ -181,22 +181,7 @@ def command(*words: object) -> Callable[[Path], int]:
 PATH = object()
 SHAPE = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--vocab-size", "512"]
 
-ONE_LAYOUT = [
-    "--tp-size",
-    "1",
-    "--sp-size",
-    "2",
-    "--cp-size",
-    "1",
-    "--pp-size",
-    "1",
-    "--zero-stage",
-    "0",
-    "--micro-batch-size",
-    "1",
-    "--sp-overlap-mode",
-    "none",
-]
+ONE_LAYOUT = "--tp-size 1 --sp-size 2 --cp-size 1 --pp-size 1 --zero-stage 0 --micro-batch-size 1 --sp-overlap-mode none"
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +253,7 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
     ("megatron_sp/commands/schedule/__init__.py", "--html"): command("schedule", "show", "plan.yaml", *MODEL, "--html", PATH),
     ("megatron_sp/commands/schedule/__init__.py", "--save"): command("schedule", "show", "plan.yaml", *MODEL, "--save", PATH),
     ("megatron_sp/planner/options.py", "--picture"): command(
-        "plan", "--gpus", 2, "--gpu", "h200", "--top", 1, *SHAPE, *ONE_LAYOUT, "--picture", PATH
+        "plan", "--gpus", 2, "--gpu", "h200", "--top", 1, *SHAPE, *ONE_LAYOUT.split(), "--picture", PATH
     ),
     ("megatron_sp/commands/preprocess.py", "--output-prefix"): data_set,
     ("megatron_sp/commands/data.py", "--output"): merged,
