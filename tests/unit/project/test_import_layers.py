@@ -14,92 +14,32 @@ from support.paths import ROOT
 PACKAGE = ROOT / "megatron_sp"
 LEVELS = {
     folder: level
-    for level, folders in enumerate(
-        (
-            ("utils",),
-            ("config",),
-            ("comm",),
-            ("ops", "data"),
-            ("parallel", "optim", "checkpoint"),
-            ("models",),
-            ("inference", "convert", "schedule", "estimate"),
-            ("training",),
-            ("tasks",),
-            ("planner", "report"),
-            ("commands",),
-        )
-    )
-    for folder in folders
-}
-TORCH_FREE = (
-    "checkpoint/commit",
-    "checkpoint/file_records",
-    "checkpoint/find",
-    "checkpoint/foreign",
-    "checkpoint/lock",
-    "checkpoint/manifest",
-    "checkpoint/verify",
-    "commands/ckpt/__init__",
-    "commands/ckpt/contents",
-    "commands/ckpt/folders",
-    "commands/cli",
-    "commands/data",
-    "commands/evaluate",
-    "commands/fill_mask",
-    "commands/finetune",
-    "commands/generate",
-    "commands/plot",
-    "commands/preprocess",
-    "commands/pretrain",
-    "commands/schedule/__init__",
-    "commands/schedule/train",
-    "commands/serve",
-    "commands/summarize",
-    "commands/tokenizer",
-    "config/fields",
-    "config/flags/arguments",
-    "config/presets",
-    "config/rules",
-    "config/rules_data",
-    "config/rules_model",
-    "config/schema",
-    "config/schema_model",
-    "config/schema_parallel",
-    "convert/arguments",
-    "estimate/flops",
-    "estimate/rough",
-    "estimate/suggestions",
-    "models/unit_order",
-    "optim/residency",
-    "planner/advice",
-    "planner/command",
-    "planner/dry_run",
-    "planner/hardware",
-    "planner/layouts",
-    "planner/machine",
-    "planner/options",
-    "planner/picture",
-    "planner/report",
-    "planner/search",
-    "utils/errors",
-    "utils/format",
-)
+    for level, folders in enumerate((
+        "utils", "config", "comm", "ops data", "parallel optim checkpoint", "models", "inference convert schedule estimate", "training",
+        "tasks", "planner report", "commands",
+    ))
+    for folder in folders.split()
+}  # fmt: skip
+TORCH_FREE = {
+    f"{folder}/{name}"
+    for folder, names in {
+        "checkpoint": "commit file_records find foreign lock manifest verify",
+        "commands": "ckpt/__init__ ckpt/contents ckpt/folders cli data evaluate fill_mask finetune generate plot preprocess"
+        " pretrain schedule/__init__ schedule/train serve summarize tokenizer",
+        "config": "fields flags/arguments presets rules rules_data rules_model schema schema_model schema_parallel",
+        "convert": "arguments",
+        "estimate": "flops rough suggestions",
+        "models": "unit_order",
+        "optim": "residency",
+        "planner": "advice command dry_run hardware layouts machine options picture report search",
+        "utils": "errors format",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
 OPTIONAL = {
-    "flash_attn",
-    "apex",
-    "amp_C",
-    "fused_layer_norm_cuda",
-    "triton",
-    "tensorboard",
-    "wandb",
-    "matplotlib",
-    "transformers",
-    "torch.utils.tensorboard",
-    "starlette",
-    "uvicorn",
-    "pyarrow",
-    "zstandard",
-}
+    "amp_C", "apex", "flash_attn", "fused_layer_norm_cuda", "matplotlib", "pyarrow", "starlette", "tensorboard", "torch.utils.tensorboard",
+    "transformers", "triton", "uvicorn", "wandb", "zstandard",
+}  # fmt: skip
 CORE = {"torch", "numpy", "einops", "sentencepiece", "tokenizers", "safetensors", "rich", "yaml", "megatron_sp"}
 MAY_NAME_DISTRIBUTED = {"comm": "torch.distributed", "checkpoint": "torch.distributed.checkpoint"}
 TRITON = tuple(
