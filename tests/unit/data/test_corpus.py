@@ -94,11 +94,11 @@ def test_from_corpus_to_data_set(tmp_path: Path) -> None:
         return done.stdout
 
     assert "MB of text" in tool("make_corpus.py", "--output", str(tmp_path / "all.jsonl"))
-    lines = (tmp_path / "all.jsonl").read_text().splitlines(keepends=True)[:40]
+    lines = (tmp_path / "all.jsonl").read_text().splitlines(keepends=True)[:15]
     (tmp_path / "c.jsonl").write_text("".join(lines))
     model, prefix = str(tmp_path / "t.model"), str(tmp_path / "c")
-    shown = tool("train_tokenizer.py", "--input", str(tmp_path / "c.jsonl"), "--output", model, "--vocab-size", "1000")
-    assert "1000 pieces" in shown and "bytes per token" in shown
+    shown = tool("train_tokenizer.py", "--input", str(tmp_path / "c.jsonl"), "--output", model, "--vocab-size", "400")
+    assert "400 pieces" in shown and "bytes per token" in shown
     tool("preprocess_data.py", "--input", str(tmp_path / "c.jsonl"), "--output-prefix", prefix, "--tokenizer-model", model, "--append-eod")
 
     from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -106,7 +106,7 @@ def test_from_corpus_to_data_set(tmp_path: Path) -> None:
 
     tokenizer = SentencePieceTokenizer(model)
     data = IndexedDataset(prefix + "_text_document")
-    assert len(data) == 40
+    assert len(data) == 15
     for i, line in enumerate(lines):
         *ids, last = data.get(i).tolist()
         assert last == tokenizer.eod and tokenizer.decode(ids) == json.loads(line)["text"]

@@ -19,22 +19,17 @@ CASES = 80
 def built(case: Case, split: int) -> Dataset | None:
     """Our data set of one split."""
     wanted = tuple(n if k == split else 0 for k, n in enumerate(case.wanted))
-    sets = build_datasets(
-        case.data,
-        seq_length=case.seq_length,
-        seed=case.seed,
-        tokenizer=NullTokenizer(VOCAB),
-        num_samples=wanted,  # type: ignore[arg-type]
-    )
+    options = {"seq_length": case.seq_length, "seed": case.seed, "tokenizer": NullTokenizer(VOCAB), "num_samples": wanted}
+    sets = build_datasets(case.data, **options)  # type: ignore[arg-type]
     found: Dataset | None = getattr(sets, SPLITS[split])
     return found
 
 
 @pytest.mark.often("0")
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(8))
 def test_random_cases(block: int, tmp_path: Path) -> None:
     compared = 0
-    for number in range(block * CASES // 4, (block + 1) * CASES // 4):
+    for number in range(block * CASES // 8, (block + 1) * CASES // 8):
         case = random_case(number, tmp_path / str(number))
         for split, name in enumerate(SPLITS):
             where = f"case {number}, {name}"
@@ -53,4 +48,4 @@ def test_random_cases(block: int, tmp_path: Path) -> None:
                 sample = found[i]
                 assert np.array_equal(sample["tokens"], stretch[:-1]) and np.array_equal(sample["labels"], stretch[1:]), f"{where}: {i}"
             compared += 1
-    assert compared > 30
+    assert compared > 10
