@@ -311,8 +311,8 @@ class BERTDataset(_Rows):
         if int(sizes.max()) == 1 and least > 1:
             raise DataError(
                 f"{prefix}: every document is one sequence, BERT's two segments are made of sentences: make the data"
-                " with megatron-sp preprocess --split-sentences (if it was, from documents of several sentences), or train"
-                " without the order of segments (--bert-no-binary-head)"
+                " with megatron-sp preprocess --split-sentences (if it was, from documents of several sentences), or"
+                " train without the order of segments (--bert-no-binary-head)"
             )
         few, long = int((sizes < least).sum()), int((sizes >= least).sum())
         none = f"none of the {sizes.size} documents of the {name} split gives a sample"

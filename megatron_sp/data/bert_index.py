@@ -38,12 +38,12 @@ def build_bert_index(
     max_samples: int | None = None,
     max_epochs: int | None = None,
 ) -> np.ndarray:
-    """Build the rows, [n, 3], uint32 if sentence numbers fit, else uint64; none if no document yields a sample.
+    """Build the rows, [n, 3], uint32 if sentence numbers fit, else uint64.
 
     Args:
         bounds: int64 [d + 1], first sentence of each document, then one past the last sentence.
         lengths: int32 [sentences of the whole data set], tokens of each sentence.
-        max_samples, max_epochs: whole epochs are added until one of these is reached; None: no limit.
+        max_samples, max_epochs: whole epochs are added until one of these is reached.
     """
     if max_samples is None and max_epochs is None:
         raise ValueError("build_bert_index needs max_samples or max_epochs: the epochs would never end")
@@ -68,10 +68,10 @@ def build_bert_index(
 
 
 class Documents(NamedTuple):
-    """First sentence and last sentence + 1 of each document, both int64 [docs]."""
+    """Sentences of each document, both int64 [docs]."""
 
     first: np.ndarray
-    last: np.ndarray
+    last: np.ndarray  # one past its last sentence
 
 
 def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> Documents:
@@ -99,7 +99,7 @@ def left_out(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> str
 
 
 def sentence_summary(bounds: np.ndarray, lengths: np.ndarray) -> str:
-    """Describe how much of a data set of sentences BERT can use; empty if no document has two sentences."""
+    """Describe how much of a data set of sentences BERT can use; empty without sentences."""
     sizes = np.diff(bounds)
     if not sizes.size or int(sizes.max()) < 2:
         return ""
@@ -170,7 +170,7 @@ def shuffled_order(n: int, seed: int) -> np.ndarray:
 
 
 def mt19937_blocks(seed: int, size: int) -> Iterator[np.ndarray]:
-    """Yield the endless stream of C++'s std::mt19937(seed) as uint32 arrays of length ``size``."""
+    """Yield the stream of C++'s std::mt19937(seed) as uint32 arrays of length ``size``."""
     random = np.random.RandomState(seed)  # the same generator, which numpy promises not to change
     while True:
         yield random.randint(0, 2**32, size, dtype=np.uint32)  # the whole range: every draw is one word of the stream

@@ -46,7 +46,6 @@ def parse_blend(parts: tuple[str, ...], flag: str = "--data-path") -> Blend:
 
 
 def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the weights as float64, divided by their sum."""
     array = np.array(weights, dtype=np.float64)
     if float(array.max()) > np.finfo(np.float64).max / len(array):  # their sum could overflow
         array = np.ldexp(array, -MAX_SETS.bit_length())  # a power of two changes no share
@@ -55,14 +54,14 @@ def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def blending_weights(weights: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the weights for ``build_blending_indices`` if the user gave weights: normalised twice."""
+    """Return the user's weights, normalised twice."""
     # As Megatron-core does: the second division can change the last bit of a weight if the first results do not sum to
     # exactly 1, and that bit decides near-ties.
     return normalized(normalized(weights))
 
 
 def samples_per_set(weights: np.ndarray, num_samples: int) -> list[int]:
-    """Return the number of samples that each set must provide: its share, rounded up, plus half a percent."""
+    # its share, rounded up, plus half a percent
     return [math.ceil(math.ceil(num_samples * float(w)) * (1 + _SURPLUS)) for w in weights]
 
 
@@ -128,11 +127,7 @@ def _argmax_of_few(lags: np.ndarray) -> np.ndarray:
 
 
 class BlendedDataset(CombinedDataset):
-    """Blend of several data sets; sample i is sample ``samples[i]`` of set ``sets[i]``.
-
-    Raises:
-        DataError: the blend needs more samples of a set than it has.
-    """
+    """Blend of several data sets; sample i is sample ``samples[i]`` of set ``sets[i]``."""
 
     def __init__(self, datasets: Sequence[RowSet], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray) -> None:
         fingerprints = [dataset.fingerprint() for dataset in datasets]

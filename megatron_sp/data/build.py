@@ -121,10 +121,8 @@ def build_datasets(
     if by_ends:
         flags = [f"--{name.replace('_', '-')}" for name in by_ends]
         if tokenizer.eod is None:
-            needs = (
-                "needs a token that ends documents, and this tokenizer has none: use another tokenizer, or leave it out"
-            )
-            raise ConfigError(f"{' and '.join(flags)}: {needs}")
+            needs = "needs a token that ends documents, and this tokenizer has none"
+            raise ConfigError(f"{' and '.join(flags)}: {needs}: use another tokenizer, or leave it out")
         if reads:
             notes, warnings = check_document_ends(list(reads.values()), tokenizer.eod, flags)
     positions, documents = data.reset_position_ids, data.reset_attention_mask
@@ -236,9 +234,8 @@ class _Builder:
             if len(group.prefixes) > 1:
                 dataset = self._by_weight(group.prefixes, group.weights, split, num_samples, group.ranges)
             else:  # one alone asks for no surplus
-                dataset = self._single(
-                    group.prefixes[0], split, self._wanted(split, num_samples), share=group.ranges[0]
-                )
+                wanted = self._wanted(split, num_samples)
+                dataset = self._single(group.prefixes[0], split, wanted, share=group.ranges[0])
             sets.append((group.name, dataset))
         return sets
 

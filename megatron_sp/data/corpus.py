@@ -55,8 +55,7 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
     """Write the first ``max_bytes`` of the corpus as JSONL; return its documents and bytes of text.
 
     Raises:
-        ConfigError: ``max_bytes`` is too small. DataError: this Python comes with too little text.
-        DiskError: the file cannot be written; an existing one is left unchanged.
+        ConfigError: ``max_bytes`` is too small. DataError: this Python comes with too little text. DiskError.
     """
     if max_bytes is not None and max_bytes < LEAST_BYTES:
         least = f"must be at least {LEAST_BYTES}: less text than that teaches nothing"
@@ -106,14 +105,14 @@ def _sources(stdlib: Path) -> Iterator[Document]:
 
 
 class SectionTask(NamedTuple):
-    """Training and validation passages as (class, text), in an order that mixes the classes."""
+    """Passages as (class, text), in an order that mixes the classes."""
 
     train: list[tuple[str, str]]
     valid: list[tuple[str, str]]
 
 
 def section_of(source: str) -> str | None:
-    """Return the class of a document: "topics" or a package of the library; None for other modules."""
+    """Return the class of a document: "topics", or a package of the library."""
     parts = source.split("/")
     if parts[0] == "topics":
         return "topics"
@@ -132,10 +131,7 @@ def passages(text: str) -> Iterator[str]:
 
 
 def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train: int, num_valid: int) -> SectionTask:
-    """Select passages from (source, text) pairs, equally many of each of the largest classes.
-
-    Raises DataError: there are too few classes or passages.
-    """
+    """Select passages from (source, text) pairs, equally many of each of the largest classes. Raises DataError."""
     # Training and validation share documents, but no text: these packages have a few dozen files, each on its own
     # subject, and a bag-of-words classifier that is right for 95 % of the passages falls to 80 % on files that it has
     # not seen. Passages that share a long line with another one (licences, boilerplate) are left out.
@@ -169,7 +165,7 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
 
 
 def write_task(corpus: str | Path, folder: str | Path, num_classes: int, num_train: int, num_valid: int) -> SectionTask:
-    """Write ``train.jsonl`` and ``valid.jsonl`` from a corpus. Raises DataError: the corpus is too small; DiskError."""
+    """Write ``train.jsonl`` and ``valid.jsonl`` from a corpus. Raises DataError, DiskError."""
     texts = read_texts((str(corpus),), input_format="jsonl", keys=("source", "text"))
     task = make_task(((source, text) for source, text in texts if source), num_classes, num_train, num_valid)
     try:

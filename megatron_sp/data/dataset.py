@@ -33,7 +33,7 @@ class Dataset(Protocol):
         ...
 
     def where(self, i: int) -> str:
-        """Return the origin of sample ``i`` for messages."""
+        """Return the origin of a sample for messages."""
         ...
 
 
@@ -113,7 +113,7 @@ def hash_of(**facts: Any) -> str:
 
 
 def sample_digest(sample: Mapping[str, np.ndarray]) -> int:
-    """Return a 48-bit digest of the tokens and labels of a sample."""
+    """Return a digest of the tokens and labels of a sample."""
     hasher = hashlib.sha256()
     for name in _DIGESTED:
         if name in sample:

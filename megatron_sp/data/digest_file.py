@@ -19,7 +19,6 @@ _ANEW = "and --write-digest creates one for the files as they are"
 
 
 def text_of(prefix: str, digests: Mapping[str, str]) -> str:
-    """Return the contents of a digest file."""
     return "".join(f"{digest}  {os.path.basename(prefix)}{suffix}\n" for suffix, digest in digests.items())
 
 
@@ -63,7 +62,7 @@ def compare(prefix: str, actual: Mapping[str, str]) -> bool:
 
 
 def sha256_of(path: str) -> str:
-    """Return the SHA-256 (hex) of a whole file. Raises DataError."""
+    """Return the SHA-256 (hex) of a file."""
     hasher = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

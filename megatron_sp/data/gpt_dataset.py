@@ -123,12 +123,10 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
 
 
 def sample_index_dtype(num_entries: int) -> np.dtype:
-    """Return int32, or int64 if positions in the document index need it."""
     return np.dtype(np.int32) if num_entries <= _INT32_MAX else np.dtype(np.int64)
 
 
 def shuffle_index_dtype(num_samples: int) -> np.dtype:
-    """Return uint32, or int64 if there are too many samples."""
     return np.dtype(np.uint32) if num_samples < _UINT32_MAX - 1 else np.dtype(np.int64)
 
 
@@ -149,8 +147,6 @@ class GPTDataset(RowSet):
 
     Args:
         num_samples: at least so many; the split is repeated as often as needed. None: one epoch.
-        vocab_size: ids not below this are errors (default: the tokenizer's).
-        cache_folder: of the index arrays; None keeps them in memory.
     Raises:
         DataError: the split is empty, or one epoch is shorter than a sample.
     """
@@ -232,8 +228,9 @@ class GPTDataset(RowSet):
         return f"{self.indexed.bin_path}, sequence {int(self.index.document[first])} from token {start}{more}"
 
     def repetition(self, at_once: int | None = None, eval_iters: int | None = None) -> str | None:
-        """Describe a split that is repeated: training within a sample, elsewhere within the ``at_once`` samples of one
-        validation, or the test (None: all), in ``eval_iters`` steps."""
+        """Describe a split that is repeated too soon; None if it is not."""
+        # training: within a sample; elsewhere: within the ``at_once`` samples (None: all) that one validation, or the
+        # test, reads in ``eval_iters`` steps
         per_epoch = (self._tokens - 1) // self.seq_length
         enough = per_epoch > 0 if self._name == "train" else at_once is not None and 0 < at_once <= per_epoch
         if self.num_epochs == 1 or enough:

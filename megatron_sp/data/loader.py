@@ -23,11 +23,8 @@ class BatchLoader:
     """Loader of the batches of one data set for one data parallel rank.
 
     Args:
-        order: "single" is the data set's own, "cyclic" a new permutation in every epoch.
-        num_workers: reader threads; 0 reads in the calling thread, without prefetching.
         digests: add to each batch the digests of its samples and their places in the global batch.
-        deal_rows: given the ids of a global batch, its places in the order in which they are dealt to the ranks
-            (``parallel/row_balancing.py``); None: by index.
+        deal_rows: given the ids of a global batch, its places in the order in which they are dealt to the ranks.
     """
 
     # The order of the samples is a pure function of their number, so a resumed run needs no other state than the number
@@ -46,6 +43,7 @@ class BatchLoader:
             raise ValueError(f"micro_batch_size ({micro_batch_size}) must be at least 1 and {rank}")
         self.dataset, self.order, self.seed, self.pin_memory = dataset, order, seed, pin_memory
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
+        # without threads it reads in the caller's, and not ahead
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers > 0 else None
         self._ahead: tuple[tuple[int, int], list[Future[Batch]]] | None = None
         self._digests, self._deal_rows, self._closed = digests, deal_rows, False
@@ -88,7 +86,6 @@ class BatchLoader:
         return next_ids(self.order, consumed_samples, count, len(self.dataset), self.seed)
 
     def close(self) -> None:
-        """Stop the threads and discard prefetched batches."""
         self._closed = True
         self._ahead = None
         if self._pool is not None:
@@ -132,7 +129,7 @@ class BatchLoader:
 
 
 def next_ids(order: Order, consumed: int, count: int, total: int, seed: int) -> np.ndarray:
-    """Return the global sample ids after ``consumed`` samples of ``total``, int64 [count]. Raises DataError: no more."""
+    """Return the global sample ids after ``consumed`` of ``total`` samples, int64 [count]. Raises DataError."""
     if order == "single":
         if consumed < 0 or consumed + count > total:
             wanted = f"samples {consumed} to {consumed + count - 1} are wanted, the data set was built with {total}"
@@ -154,7 +151,7 @@ def next_ids(order: Order, consumed: int, count: int, total: int, seed: int) -> 
 
 @functools.lru_cache(maxsize=2)
 def epoch_permutation(total: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the permutation of an epoch, int64 [total], read-only; it does not depend on the number of ranks."""
+    # read-only; it does not depend on the number of ranks
     key = np.array([seed & 0xFFFFFFFF, epoch & 0xFFFFFFFF, epoch >> 32], np.uint32)
     permutation = np.random.RandomState(key).permutation(total)  # numpy has frozen RandomState's streams
     permutation.flags.writeable = False

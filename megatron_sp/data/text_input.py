@@ -171,7 +171,7 @@ def _ranges(paths: list[str], input_format: InputFormat, text_unit: TextUnit, pa
         start, stop = first - begin, last - begin  # the part's range within this file
         has_lines = is_json(file, input_format) or text_unit == "line"
         if file.endswith(".parquet"):
-            groups = _module("pyarrow.parquet").ParquetFile(file).num_row_groups
+            groups = importlib.import_module("pyarrow.parquet").ParquetFile(file).num_row_groups
             low, high = (-(-groups * max(0, min(size, at)) // size) if size else 0 for at in (start, stop))
             if low < high:
                 yield _Range(file, low, high)
@@ -353,7 +353,7 @@ def _chunks_of_table(piece: _Range, keys: tuple[str, ...]) -> Iterator[TextChunk
 def _batches(file: str, piece: _Range, keys: tuple[str, ...]) -> Iterator[list[Any]]:
     arrow = _package("pyarrow", file)
     if file.endswith(".parquet"):
-        with _module("pyarrow.parquet").ParquetFile(file) as table:
+        with importlib.import_module("pyarrow.parquet").ParquetFile(file) as table:
             _require_text(arrow, table.schema_arrow, keys, file)
             groups = range(piece.start, table.num_row_groups if piece.stop is None else piece.stop)
             for batch in table.iter_batches(_ROWS, row_groups=list(groups), columns=list(keys)):
@@ -420,15 +420,11 @@ def _files_of(path: str) -> list[str]:
 def _package(name: str, path: str) -> Any:
     # import an optional package that an input needs
     try:
-        return _module(name)
+        if name == "pyarrow":
+            importlib.import_module("pyarrow.ipc")
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(f"{path}: reading it needs the package {name}: pip install {name} ({error})") from None
-
-
-def _module(name: str) -> Any:
-    if name == "pyarrow":
-        importlib.import_module("pyarrow.ipc")
-    return importlib.import_module(name)
 
 
 def _name(path: str) -> str:

@@ -37,7 +37,7 @@ _PART = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})")
 
 
 def make_folder(prefix: str | Path) -> None:
-    """Create the folder of a new data set. Raises DiskError."""
+    """Create a data set's folder."""
     folder = Path(prefix).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,8 +202,8 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> IndexedDataset:
     Args:
         prefixes: or names of their files; a data set named by several of them counts once.
     Raises:
-        ConfigError: the output is an input, or of several parts (``--part``) one is missing or out of order.
-        DataError: a data set is damaged, does not match its digests, or has another dtype.
+        ConfigError: the output is an input, or a part (``--part``) is missing or out of order.
+        DataError: a data set is damaged, or has another dtype.
     """
     names = list(dict.fromkeys(map(_prefix_of, prefixes)))
     if not names:
@@ -230,11 +230,7 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> IndexedDataset:
 
 
 def split_dataset(prefix: str, weights: Sequence[float], outputs: Sequence[str]) -> list[IndexedDataset]:
-    """Split a data set into ``outputs`` with shares of consecutive documents by these weights, and open them.
-
-    Raises:
-        ConfigError: weights or outputs are invalid, or a part would have no document.
-    """
+    """Split a data set into ``outputs`` with shares of consecutive documents by these weights, and open them."""
     if len(weights) != len(outputs):
         counts = f"--weights has {len(weights)} numbers and --output {len(outputs)} names"
         raise ConfigError(f"{counts}: one weight for each")

@@ -65,7 +65,6 @@ class LibraryTokenizer:
         return text
 
     def piece(self, token: int) -> str:
-        """Return the vocabulary entry with this id."""
         return str(self._tokenizer.id_to_token(token))
 
     def fingerprint(self) -> str:
@@ -121,8 +120,7 @@ class HuggingFaceTokenizer(_Wrapped):
     """Tokenizer from a ``tokenizer.json``, or the folder that holds one.
 
     Raises:
-        DataError: the file is missing, too large, not a tokenizer, or has no token that can end a document.
-        ConfigError: the tokenizers package is not installed.
+        DataError: the file is not a tokenizer, or has no token that can end a document.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -44,10 +44,8 @@ _PART_OF_IT = "it is a part of the tokenizer"
 def name_files(data: DataConfig, names: Collection[str], folder: Path, config: Path | None = None) -> bool:
     """Set ``data`` to the tokenizer whose files, of these names, are or will be in a folder; False if there is none.
 
-    Args:
-        config: current path of tokenizer_config.json, if there is one.
     Raises:
-        DataError: tokenizer_config.json is invalid, or has settings that are not supported for a vocab.txt.
+        DataError: ``config``, the tokenizer_config.json, is invalid, or has settings that a vocab.txt cannot say.
     """
     if FILE in names:
         kind = "HuggingFaceTokenizer"
@@ -168,11 +166,7 @@ def own_files(data: DataConfig) -> dict[str, Path]:
 
 
 def keep(run_dir: Path, data: DataConfig, tokenizer: Tokenizer) -> Record:
-    """Copy the files of a run's tokenizer into the run's folder, unless they are there already; for one process.
-
-    Raises:
-        DataError: a file cannot be read. OSError: the folder cannot be written.
-    """
+    """Copy a tokenizer's files into the run's folder, unless they are there; for one process. Raises OSError."""
     contents = {name: read_bounded(path, MAX_BYTES, _PART_OF_IT) for name, path in own_files(data).items()}
     kind = data.tokenizer_type or default_type(data, tokenizer.vocab_size) or ""
     digests = {name: _sha256(content) for name, content in contents.items()}
@@ -180,7 +174,7 @@ def keep(run_dir: Path, data: DataConfig, tokenizer: Tokenizer) -> Record:
 
 
 def record_of(folder: Path, kind: str, names: set[str]) -> Record:
-    """Make the record of files that are already in a folder of a run. Raises DataError: one is not a regular file."""
+    """Make the record of files that are already in a folder of a run."""
     files = {name: _sha256(_read_plain(folder / name)) for name in sorted(names & _NAMES)}
     return Record(kind, None, folder.name, files)
 
@@ -211,7 +205,7 @@ def take(data: DataConfig, record: Record | None, step_dir: Path) -> None:
     """Set ``data`` to the tokenizer of a checkpoint: the run's own copy, else the files that the training used.
 
     Raises:
-        DataError: the copy is damaged; or there is none, and these files are missing or have changed.
+        DataError: the copy is damaged, or these files are missing or have changed.
     """
     folder = None if record is None else find(record, step_dir)
     if record is not None and folder is not None:

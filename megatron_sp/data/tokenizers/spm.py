@@ -33,8 +33,7 @@ class SentencePieceTokenizer:
     """Tokenizer from a SentencePiece model; a document ends with ``<eod>`` or ``<|endoftext|>``, else ``</s>``.
 
     Raises:
-        DataError: the file is missing, is not a model, or the model has no id that can end a document.
-        ConfigError: the sentencepiece package is not installed.
+        DataError: the file is no model, or has no id that can end a document.
     """
 
     begin: tuple[int, ...] = ()
@@ -85,7 +84,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, without control pieces such as ``eod``."""
+        # control pieces, such as ``eod``, give no text
         text: str = self._processor.DecodeIds(checked_ids(ids, self.vocab_size))
         return text
 
@@ -106,7 +105,6 @@ class SentencePieceTokenizer:
         return [int(self._processor.PieceToId(piece)) for piece in pieces]
 
     def piece(self, token: int) -> str:
-        """Return the piece with this id."""
         return str(self._processor.IdToPiece(token))
 
 

@@ -49,8 +49,8 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     """Build the tokenizer of --tokenizer-type, or that of the files that are given (``default_type``).
 
     Raises:
-        ConfigError: the flags do not determine a tokenizer, or ``vocab_size``, the model's, is too small for it.
-        DataError: the tokenizer's file is missing or damaged.
+        ConfigError: the flags name no tokenizer, or ``vocab_size``, the model's, is too small for it.
+        DataError: its file is missing or damaged.
     """
     kind = data.tokenizer_type or default_type(data, vocab_size)
     needs = f"--tokenizer-type {kind} needs"
@@ -142,7 +142,7 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, plus an end-of-document id."""
+    """UTF-8 bytes, plus an end-of-document id."""
 
     vocab_size = 257
     eod = 256
@@ -168,7 +168,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Tokenizer of text that is integers; documents end with ``eod`` (default: the last id)."""
+    """Text that is integers; documents end with ``eod`` (default: the last id)."""
 
     # ``vocab_size`` counts all ids; that of a command line counts the integers alone (``Config.adds_null_end``). For
     # BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if ``vocab_size`` is above 5.
@@ -210,7 +210,7 @@ class NullTokenizer:
 
 
 def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Return ids as Python's integers. Raises DataError: one is outside the vocabulary."""
+    """Return ids as integers. Raises DataError: one is outside the vocabulary."""
     plain = [int(i) for i in ids]
     if plain and not (0 <= min(plain) and max(plain) < vocab_size):
         bad = next(i for i in plain if not 0 <= i < vocab_size)
@@ -229,7 +229,7 @@ def well_formed(text: str) -> str:
 
 
 def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
-    """Read a whole file. Raises DataError: it cannot be read, or has no or more than ``max_bytes``."""
+    """Read a whole file. Raises DataError: it cannot, or the file is empty or larger than ``max_bytes``."""
     try:
         with open(path, "rb") as file:
             contents = file.read(max_bytes + 1)
@@ -243,7 +243,6 @@ def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
