@@ -184,7 +184,7 @@ def _gathered(splits: list[_Sets], warnings: tuple[str, ...] = (), notes: tuple[
 
 
 class _Read(NamedTuple):
-    """What a split reads of a file: sequences, or documents for BERT, from ``bounds[0]`` to before ``bounds[1]``."""
+    """Sequences of a file that a split reads, or documents for BERT, from ``bounds[0]`` to before ``bounds[1]``."""
 
     indexed: IndexedDataset
     bounds: tuple[int, int]
@@ -335,7 +335,7 @@ class _Builder:
 
 
 class _Ends(NamedTuple):
-    """What was seen of some documents of a data set."""
+    """Ends of some documents of a data set."""
 
     num_fitting: int  # documents that end with the id
     num_others: int
