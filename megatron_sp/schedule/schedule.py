@@ -59,9 +59,8 @@ class Schedule:
     def sequence(self, enter: str, leave: str, *, inside: str | None = None, arg: Name = None) -> Schedule:
         """Split activations along the sequence over tp between two modules (Megatron-LM's, arXiv:2205.05198).
 
-        The input ``arg`` (default: the first) of ``enter`` is split, and the output of ``leave`` gathered: usually the
-        first block, and the norm after the last. Gradients of unsplit parameters of the modules ``inside`` (a glob;
-        default: all that are in one list with ``enter``, and ``leave``) are summed over tp.
+        ``enter`` is usually the first block, ``leave`` the norm after the last. Gradients of unsplit parameters of the
+        modules ``inside`` (a glob; default: all in one list with ``enter``, and ``leave``) are summed over tp.
         """
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
         return self
@@ -69,8 +68,7 @@ class Schedule:
     def ulysses(self, axis: str = "sp", **options: Any) -> Schedule:
         """Split every sequence over ``axis``, and exchange it for heads around attention (arXiv:2309.14509).
 
-        A transformers model needs nothing else; others need the options that name their modules and inputs. See
-        ``ulysses.py`` for what is split and how the loss is computed, and its ``OPTIONS``.
+        A transformers model needs nothing else; others need the ``ulysses.OPTIONS`` that name their modules and inputs.
         """
         require_known("ulysses", options, OPTIONS)
         self.add("", "ulysses", axis=axis, **{"overlap_qkv": False, "pad": True, **options})
@@ -79,8 +77,7 @@ class Schedule:
     def context(self, axis: str = "cp", **options: Any) -> Schedule:
         """Deal every sequence to the ranks of ``axis``, which send keys and values as the mask needs them.
 
-        For transformers models; alone, or around ``ulysses()``, which then splits each rank's share. See ``context.py``
-        for the masks that are known, and ``ulysses.CONTEXT_OPTIONS``.
+        For transformers models; alone, or around ``ulysses()``. Options: ``ulysses.CONTEXT_OPTIONS``.
         """
         require_known_of_context(options)
         self.add("", "context", axis=axis, **options)
@@ -99,14 +96,11 @@ class Schedule:
         return self
 
     def show(self, *, every: bool = False) -> str:
-        """Return the model's tree with its splits and collectives; identical modules are shown once.
-
-        ``every``: also modules that no line affects.
-        """
+        """Return the model's tree with its splits and collectives; ``every``: also modules that no line affects."""
         return text.show(survey(self), every=every)
 
     def explain(self, path: str) -> str:
-        """Describe each module that a glob matches: its share of each parameter, and the reason of each collective."""
+        """Describe the modules that a glob matches: shares of parameters, and the reason of each collective."""
         surveyed = survey(self)
         return "\n".join(text.explain(surveyed, match) for match in expand(self.model, path))
 
@@ -115,14 +109,11 @@ class Schedule:
         return diff(self, other)
 
     def cost(self, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
-        """Compute the bytes that a rank holds, and those that it sends in a step.
-
-        ``batch``: rows of a micro-batch, of ``seq`` tokens each; or keyword arguments of the model.
-        """
+        """Compute the bytes that a rank holds, and sends in a step of ``batch`` rows of ``seq`` tokens, or arguments."""
         return cost(self, batch, seq)
 
     def picture(self, path: str | Path) -> None:
-        """Write an HTML page with the model's tree in colours; it is self-contained and has no scripts."""
+        """Write an HTML page with the model's tree in colours."""
         write_picture(survey(self), path)
 
     def save(self, path: str | Path) -> None:
@@ -157,11 +148,10 @@ class Schedule:
 
         Args:
             batch: keyword arguments of the model, the same on every rank.
-            dtype: dtype in which both compute.
             loss: function of the model's result (default: its own loss).
         Raises:
             NumericsError: they differ; names the first module that differs, the missing sum, and the worst tensors.
-            ConfigError: the lines are invalid; DoesNotRun: the split model fails.
+            ConfigError: the lines are invalid, or the split model fails (DoesNotRun).
         """
         verdict = self.measure(batch, dtype=dtype, loss=loss)
         if not verdict.ok:
@@ -171,7 +161,7 @@ class Schedule:
     def measure(
         self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None
     ) -> Verdict:
-        """Compare as ``verify()`` does, but return a verdict (see ``verdict.ok``) even if the results differ."""
+        """Compare as ``verify()`` does, but return a verdict even if the results differ."""
         if self.applied is not None:
             why = "compares with the whole model, which is gone after apply()"
             raise ConfigError(f"verify() {why}: call it before (E15)")
@@ -190,14 +180,11 @@ class Schedule:
     def apply(self, batch: Mapping[str, Any] | None = None, *, verify: bool = True) -> nn.Module:
         """Apply the lines to the model, and return it. Collective over all ranks of the mesh.
 
-        Lines that ``verify()`` has not accepted are verified first, on a small copy of the model if it is large: see
-        ``proof.py``. If that is not possible, there is a warning, or an error if something is open (adjoints, where
-        dropout differs). On a mesh without a job nothing is verified, as nothing can run.
+        Lines that ``verify()`` has not accepted are verified first, on a small copy of the model if it is large, with
+        ``batch`` or an example; see ``proof.py``. If that is not possible, there is a warning, or an error if something
+        is open. Without ``verify`` the lines are trusted, with defaults for what is open: the adjoint of an all_gather
+        is reduce_scatter at an input and slice at an output, and dropout is the same on all ranks.
 
-        Args:
-            batch: as for ``verify()`` (default: an example, if the model's configuration describes its inputs).
-            verify: False: trust the lines, with defaults for what is open: the adjoint of an all_gather is
-                reduce_scatter at an input and slice at an output, and dropout is the same on all ranks.
         Raises:
             NumericsError: the split model computes something else than the whole one; says where, and what is missing.
             ConfigError: a line is invalid, something is open and cannot be measured, or this is a second call (E15).
@@ -241,11 +228,9 @@ class Selection:
         """Split a parameter over tp along a dim.
 
         Args:
-            blocks: number of equal parts along that dim, or sizes of the parts, each of which is split, as in a fused
-                q, k, v.
+            blocks: number of equal parts along that dim, or their sizes: each is split, as in a fused q, k, v.
             heads: number of heads; the parts are split only between heads.
-            replicas: if there are fewer heads than ranks, several ranks have the same head, and its gradient is summed
-                among them.
+            replicas: with fewer heads than ranks, several ranks have the same head.
         """
         return self._add("shard", tensor=tensor, axis=axis, blocks=blocks, heads=heads, replicas=replicas)
 
@@ -255,8 +240,8 @@ class Selection:
     ) -> Selection:  # fmt: skip
         """Split a linear layer by its outputs, both weight and bias; ``gather`` joins them. For the rest see ``shard``.
 
-        ``input``: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of
-        its weight; prepared: a sync at an enclosing module does (one for q, k and v together).
+        ``input``: copy: the layer itself sums the gradient of its input over the ranks, during that of its weight;
+        prepared: a sync at an enclosing module does (one for q, k and v together).
         """
         return self._add("column", input=input, blocks=blocks, heads=heads, replicas=replicas, gather=gather)
 

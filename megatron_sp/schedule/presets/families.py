@@ -163,8 +163,8 @@ def _mlp(s: Schedule, path: str, up: str, down: str, ends: Ends, **column: Any) 
 
 
 def _differ(s: Schedule, blocks: str, *split: str, seq: bool, same: str = "") -> None:
-    # dropout differs between tp ranks: in whole blocks if the sequence is split, else in the split modules, but not after
-    # the sum inside of them (``same``)
+    # dropout differs between tp ranks: in whole blocks if the sequence is split, else in the split modules, but not
+    # after the sum inside of them (``same``)
     if drops(s.model.config):
         for glob in [blocks] if seq else split:
             s[glob].rng("tp")

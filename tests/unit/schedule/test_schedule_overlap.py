@@ -63,21 +63,10 @@ def refused(model: nn.Module, said: str) -> None:
 
 
 def of_families() -> None:
-    from support.preset_models import make
+    transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    from support.preset_models import LLAMA, make
 
     refused(make("opt"), r"model\.decoder\.layers\.0\.self_attn does this to its queries.*: mul 0\.4082; leave overlap_qkv out \(test_sch")
-
-
-def test_families(tmp_path: Path) -> None:
-    """Of two whose projections have the same names one scales its queries."""
-    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
-    run_ranks(of_families, 2, tmp_path)
-
-
-def of_more_families() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
-    from support.preset_models import LLAMA
-
     plain = {**LLAMA, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
     smol = transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**{**plain, "num_hidden_layers": 4}))
     refused(smol, r"model\.layers\.3\.self_attn does not rotate its queries")
@@ -86,6 +75,6 @@ def of_more_families() -> None:
 
 
 @pytest.mark.long
-def test_families_that_rotate_in_some_layers_or_a_part_of_each_head(tmp_path: Path) -> None:
+def test_families_that_scale_rotate_in_some_layers_or_a_part_of_each_head(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
-    run_ranks(of_more_families, 2, tmp_path)
+    run_ranks(of_families, 2, tmp_path)
