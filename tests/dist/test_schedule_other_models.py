@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.verify.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -274,18 +273,3 @@ def counted() -> None:
 
 def test_recomputation_runs_blocks_twice_and_gathers_as_told(tmp_path: Path) -> None:
     run_ranks(counted, 2, tmp_path)
-
-
-# what would be wrong without anybody noticing
-
-
-def without_a_sync() -> None:
-    s = schedule(Pictures(), mesh(), seq_dim=0)
-    write_pictures(s, False, False)
-    s.directives = [d for d in s.directives if not (d.on == "stages.*.*.gate_up" and d.do == "sync")]
-    verdict = verify(s.model, s.directives, s.mesh, 0, images())
-    assert "gradient stages.0.0.norms.second" in str(verdict) and "stages.1.0.gate_up: the gradients of its input" in verdict.why
-
-
-def test_a_missing_sum_is_found(tmp_path: Path) -> None:
-    run_ranks(without_a_sync, 2, tmp_path)
