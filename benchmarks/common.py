@@ -174,7 +174,7 @@ def write_json(path: str | None, benchmark: str, results: dict[str, Any], versio
         "versions": {"python": platform.python_version(), **versions},
         "results": results,
     }
-    from megatron_sp.utils.output_file import write_output  # a worker under another interpreter has no need of it
+    from megatron_sp.utils.files import write_output  # a worker under another interpreter has no need of it
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_output(path, compact_json(record) + "\n")

@@ -32,7 +32,7 @@ from megatron_sp.estimate.suggestions import shortage
 from megatron_sp.planner.dry_run import RunPlan, plan_run
 from megatron_sp.planner.forecast import ASSUMED_GPU, ASSUMED_LINK, Forecast, machine_for
 from megatron_sp.training.microbatches import BatchPlan
-from megatron_sp.utils import output
+from megatron_sp.utils import streams
 from megatron_sp.utils.entry_point import leave
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
@@ -401,5 +401,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.survive()  # a training is not left undone because nobody takes what is said of it
+    streams.survive()  # a training is not left undone because nobody takes what is said of it
     leave(main(sys.argv[1:]))

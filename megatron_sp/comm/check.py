@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sp.utils.errors import PeerError, ReportedError
-from megatron_sp.utils.processes import is_running, is_stopped, machine
+from megatron_sp.utils.host import is_running, is_stopped, machine
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _HERE = str(Path(__file__).resolve().parent) + os.sep

@@ -24,8 +24,8 @@ from megatron_sp.comm.collectives import WaitError
 from megatron_sp.comm.groups import Group
 from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.utils.files import open_own
+from megatron_sp.utils.host import is_running, is_stopped, machine
 from megatron_sp.utils.launch import Launch
-from megatron_sp.utils.processes import is_running, is_stopped, machine
 
 _PATIENCE_S = 20.0  # enough for a process that computes on a busy machine; one that has ended is not waited for
 _NONE = -1

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_sp.ops import availability
+from megatron_sp.utils.entry_point import NEWEST_TESTED_TORCH, OLDEST_TORCH, version_numbers
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.import_checks import NEWEST_TESTED_TORCH, OLDEST_TORCH, numbers
-from megatron_sp.utils.processes import num_cores
+from megatron_sp.utils.host import num_cores
 
 GIB = 1024**3
 # distributions that setup.py requires besides torch, with the oldest version
@@ -108,7 +108,7 @@ def _torch() -> Iterator[Finding]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     if torch.version.hip and not torch.version.cuda:
         build = f"ROCm {torch.version.hip}"
-    version, found = numbers(torch.__version__)[:2], f"{torch.__version__} ({build})"
+    version, found = version_numbers(torch.__version__)[:2], f"{torch.__version__} ({build})"
     oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST_TORCH, NEWEST_TESTED_TORCH))
     if version < OLDEST_TORCH:
         remedy = f"{oldest} is the oldest that this package runs on: pip install -U torch"
@@ -182,7 +182,7 @@ def _required() -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             version = ""
         found.append(f"{name} {version or 'absent'}")
-        if not version or numbers(version) < numbers(oldest):
+        if not version or version_numbers(version) < version_numbers(oldest):
             lacking.append(found[-1])
             wanted.append(f"'{name}>={oldest}'")
     if lacking:

@@ -21,7 +21,7 @@ from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import ConfigError, DiskError
-from megatron_sp.utils.output_file import require_place, write_output
+from megatron_sp.utils.files import require_place, write_output
 
 if TYPE_CHECKING:
     from megatron_sp.config.schema import Config

@@ -19,7 +19,7 @@ from megatron_sp.report.charts import sparkline
 from megatron_sp.report.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
 from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, DiskError
-from megatron_sp.utils.output_file import write_output
+from megatron_sp.utils.files import write_output
 
 FORMATS = (".png", ".svg", ".pdf")
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "training time (minutes)"}

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from megatron_sp.config.flags.arguments import Request, config_as_yaml, read_request
 from megatron_sp.config.schema import Config
-from megatron_sp.utils import output
+from megatron_sp.utils import streams
+from megatron_sp.utils.entry_point import require_address_space, require_torch
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ReportedError
-from megatron_sp.utils.import_checks import require_address_space, require_torch
 from megatron_sp.utils.launch import Launch, is_first_rank, let_first_rank_speak
 
 
@@ -60,7 +60,7 @@ def parse_config(
     """
     words = sys.argv[1:] if argv is None else argv
     name, speaks = prog or os.path.basename(sys.argv[0]), is_first_rank()
-    with output.checked():
+    with streams.checked():
         try:
             request = read_request(words, world_size=world_size, family=family)
             answer = "" if request.action == "help" else _answer(request)

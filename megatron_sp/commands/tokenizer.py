@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_OK, ConfigError
-from megatron_sp.utils.output_file import require_place
+from megatron_sp.utils.files import require_place
 
 _DESCRIPTION = """\
 Train a lossless SentencePiece BPE model with byte fallback, or a WordPiece vocabulary, on what megatron-sp preprocess

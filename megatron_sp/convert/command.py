@@ -32,9 +32,8 @@ from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
 from megatron_sp.convert.options import Options, Overrides
 from megatron_sp.utils.entry_point import is_out_of_memory
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
-from megatron_sp.utils.files import free_bytes, fsync_dir, write_synced
+from megatron_sp.utils.files import free_bytes, fsync_dir, require_place, write_output, write_synced
 from megatron_sp.utils.format import format_parameters
-from megatron_sp.utils.output_file import require_place, write_output
 
 REPORT = "conversion.json"
 _SPACE_FACTOR = 1.05

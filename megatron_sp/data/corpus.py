@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_sp.data.text_input import read_texts
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
-from megatron_sp.utils.output_file import write_output
+from megatron_sp.utils.files import write_output
 
 WANTED_BYTES = 8_000_000
 LEAST_BYTES = 1_000_000

@@ -28,8 +28,7 @@ from megatron_sp.data.indexed_dataset import (
     token_dtype,
 )  # fmt: skip
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
-from megatron_sp.utils.files import fsync_dir
-from megatron_sp.utils.output_file import file_place
+from megatron_sp.utils.files import file_place, fsync_dir
 
 _COPY_BYTES = 1 << 24
 _MAX_LENGTH = 2**31 - 1

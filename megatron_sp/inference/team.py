@@ -47,8 +47,8 @@ from megatron_sp.utils.errors import (
     ReportedError,
 )
 from megatron_sp.utils.format import format_parameters
+from megatron_sp.utils.host import num_cores
 from megatron_sp.utils.launch import Launch, let_first_rank_speak
-from megatron_sp.utils.processes import num_cores
 
 _TIMEOUT = timedelta(hours=1)  # the longest that the slowest rank may lag behind the fastest
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary

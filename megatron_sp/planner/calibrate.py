@@ -29,9 +29,8 @@ from megatron_sp.ops.norm import NormSpec, norm
 from megatron_sp.planner.hardware import CPU, Gpu, Link
 from megatron_sp.planner.machine import Machine
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.host_memory import host_memory_bytes
+from megatron_sp.utils.host import host_memory_bytes, num_cores
 from megatron_sp.utils.launch import Launch
-from megatron_sp.utils.processes import num_cores
 
 ROUNDS = 5
 _TOKENS = 1024  # tokens of a measured product

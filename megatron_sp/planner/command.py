@@ -23,7 +23,7 @@ from megatron_sp.planner.parallel_plans import Given, default_batch
 from megatron_sp.planner.search import FINALISTS, search
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
-from megatron_sp.utils.processes import num_cores
+from megatron_sp.utils.host import num_cores
 
 MOST_GPUS = 1 << 20
 

@@ -31,7 +31,7 @@ from megatron_sp.planner.timeline import TrafficPlan
 from megatron_sp.training.resume import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.resume_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
-from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
+from megatron_sp.utils.host import host_memory_bytes, swap_bytes
 
 # of the head's tokens, for each of which there are operators; and of processes
 _MOST_CHUNKS, _MOST_RANKS = 2**11, 2**16

@@ -17,7 +17,7 @@ from megatron_sp.planner.hardware import GIB
 from megatron_sp.planner.report import KINDS, memory_by_kind
 from megatron_sp.planner.search import Candidate
 from megatron_sp.utils.errors import ConfigError, DiskError
-from megatron_sp.utils.output_file import require_place, write_output
+from megatron_sp.utils.files import require_place, write_output
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 _COLOURS = {

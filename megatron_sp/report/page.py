@@ -21,9 +21,9 @@ from megatron_sp.report.time_section import time_section
 from megatron_sp.report.time_use import time_line, totals
 from megatron_sp.utils import markup
 from megatron_sp.utils.errors import DiskError
+from megatron_sp.utils.files import write_output
 from megatron_sp.utils.format import format_duration, format_parameters, show
 from megatron_sp.utils.markup import Html, join, table, tag
-from megatron_sp.utils.output_file import write_output
 
 SILENT_S = 120.0  # after which a run that says it is running is not believed
 SIGNS = {"good": "✓", "busy": "●", "warn": "◆", "bad": "✕"}

@@ -26,8 +26,7 @@ from megatron_sp.ops import availability
 from megatron_sp.schedule.core.directives import AXES_OF_LINES, Directive, PathError, expand
 from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.utils.errors import ConfigError, DiskError
-from megatron_sp.utils.files import read_text
-from megatron_sp.utils.output_file import write_output
+from megatron_sp.utils.files import read_text, write_output
 
 SCHEMA = 1
 MAX_FILE_BYTES = 1024 * 1024

@@ -26,7 +26,7 @@ from megatron_sp.estimate.rough import CERTAIN, HOW_TO_START, copy_bytes, host_n
 from megatron_sp.estimate.suggestions import advice, breakdown, plan_of, shortage
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
-from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
+from megatron_sp.utils.host import host_memory_bytes, swap_bytes
 
 _PROGRAM = ("-m", "megatron_sp.planner.fake_run")
 STEPS = 10  # after which prediction and measurement are compared

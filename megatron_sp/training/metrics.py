@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_sp.config.schema import LoggingConfig
 from megatron_sp.ops import availability
-from megatron_sp.utils import output
+from megatron_sp.utils import streams
 from megatron_sp.utils.files import open_own
 
 _LEAST_FREE = 64 << 10  # bytes on the disk, below which what another process writes there counts as lost
@@ -54,7 +54,7 @@ class MetricsLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Write a record, with the time added."""
-        if (lost := output.lost()) != self._lost_streams:  # on a lost stream nobody could have read of it
+        if (lost := streams.lost()) != self._lost_streams:  # on a lost stream nobody could have read of it
             self._lost_streams = lost
             self.write("lost_output", step=values.get("step", 0), **lost)
         record = {"kind": kind, "time": time.time(), **values}

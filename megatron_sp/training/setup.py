@@ -29,7 +29,7 @@ from megatron_sp.config.rules import NCCL_ON_CPU, drop_flash, drop_nccl
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.training.kernel_selection import require_attention, require_fused_kernels
-from megatron_sp.utils import output
+from megatron_sp.utils import streams
 from megatron_sp.utils.entry_point import first_words, is_out_of_memory, leave
 from megatron_sp.utils.errors import (
     EXIT_CONFIG,
@@ -42,8 +42,8 @@ from megatron_sp.utils.errors import (
     ReportedError,
 )
 from megatron_sp.utils.files import atomic_write_json, held_folder
+from megatron_sp.utils.host import num_cores
 from megatron_sp.utils.launch import Launch
-from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.run_log import read_status, saved_step
 
 
@@ -91,7 +91,7 @@ class RunStatus:
     def _replace(self, status: str, exit_code: int | None, message: str) -> None:
         assert self.path is not None
         record = {"status": status, "exit_code": exit_code, "message": message, "time": time.time(), **self.fields}
-        if lost := {**output.lost(), **self.lost}:
+        if lost := {**streams.lost(), **self.lost}:
             record["lost_output"] = lost
         try:
             atomic_write_json(self.path, record)
@@ -115,7 +115,7 @@ class RunStatus:
 
 def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
     """Run ``body``, which returns the exit code, and exit the process with it; never returns."""
-    output.survive()
+    streams.survive()
     status = RunStatus(launch.rank)
     held: list[Exception] = []  # until the end: to free its frames would warn about the collectives in flight
     try:

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_sp.utils.errors import EXIT_PEER, ConfigError
 from megatron_sp.utils.files import open_own
-from megatron_sp.utils.output import complain
+from megatron_sp.utils.streams import complain
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ECHO_SECONDS = 2.0  # under a launcher a Ctrl-C reaches us from the terminal and again from that

@@ -1,10 +1,4 @@
-"""Writing of large new files, bypassing the page cache where that is known to help.
-
-With the page cache, the kernel allocates, fills and writes back every page, and on a virtual machine a new page may
-have to be fetched from the host first: 1.0 to 3.0 s of CPU time per GB were measured (benchmarks/save_stall.py), at the
-expense of concurrent computation. With O_DIRECT the disk reads from our memory: 0.04 s per GB. It is used only on file
-systems on which that was measured; on a network file system it is the page cache that keeps many requests in flight.
-"""
+"""Writing of large new files, bypassing the page cache where that is known to help."""
 
 from __future__ import annotations
 
@@ -20,30 +14,28 @@ import numpy as np
 
 from megatron_sp.utils.files import file_system
 
+# With the page cache, the kernel allocates, fills and writes back every page, and on a virtual machine a new page may
+# have to be fetched from the host first: 1.0 to 3.0 s of CPU time per GB were measured (benchmarks/save_stall.py), at
+# the expense of concurrent computation. With O_DIRECT the disk reads from our memory: 0.04 s per GB. It is used only on
+# file systems on which that was measured; on a network file system it is the page cache that keeps many requests in
+# flight.
 _FILE_SYSTEMS = ("ext4", "xfs")
 _ALIGN = 4096  # alignment of memory, offsets and lengths; a disk that needs more reports EINVAL
 _BUFFER_BYTES = 8 << 20
 
 
 class DirectFile:
-    """Sequentially written file, made by ``create``; its contents are on the disk after ``sync``.
-
-    Attributes:
-        is_direct: whether the page cache is currently bypassed.
-    """
+    """Sequentially written file, made by ``create``; its contents are on the disk after ``sync``."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        # whether the page cache is currently bypassed
         self.is_direct = file_system(fd) in _FILE_SYSTEMS and self._leave_out_cache(True)
         self._buffer = mmap.mmap(-1, _BUFFER_BYTES) if self.is_direct else None  # aligned to a page
         self._filled = 0
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; with O_DIRECT they are buffered until a block is full.
-
-        Raises:
-            OSError: no space, for example; earlier bytes may or may not be written.
-        """
+        """Append bytes; with O_DIRECT they are buffered until a block is full. Raises OSError."""
         if self._buffer is None:
             self._write_all(data)
             return
@@ -98,11 +90,6 @@ class DirectFile:
 
 @contextmanager
 def create(path: Path) -> Iterator[DirectFile]:
-    """Context manager that creates a file, and closes it without ``sync``.
-
-    Raises:
-        FileExistsError: the file exists; it is left unchanged.
-        OSError: as from any open.
-    """
+    """Create a file, and close it without ``sync``. Raises FileExistsError."""
     with open(path, "xb", buffering=0) as file:
         yield DirectFile(file.fileno())

@@ -1,12 +1,8 @@
-"""Errors reported to users, with the exit codes that scripts and schedulers rely on.
-
-A ``ReportedError`` has a complete message for the user: what is wrong, the values, the rule and a remedy. The entry
-points print it without a traceback and exit with its code; any other exception is a bug of ours and keeps its
-traceback. torchrun turns every code into 1, so the code is also written to ``run_status.json`` of the run.
-"""
+"""Errors reported to users, and exit codes."""
 
 from __future__ import annotations
 
+# torchrun turns every code into 1, so the code is also written to run_status.json of the run
 EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_CHECKPOINT = 3
@@ -20,54 +16,55 @@ EXIT_INTERRUPTED = 130  # ended by Ctrl-C, with nothing left half done
 
 
 class ReportedError(Exception):
-    """A failure that its message fully explains; ``exit_code`` identifies its kind.
+    """A failure that its message fully explains."""
 
-    ``on_all_ranks``: every rank raises it, so only rank 0 prints it; set it to False for an error that only one rank
-    raises.
-    """
-
+    # any other exception is a bug of ours; entry points print it without a traceback and exit with this code
     exit_code = 1
+    # every rank raises it, so only rank 0 prints it; False for an error that only one rank raises
     on_all_ranks = True
 
 
 class ConfigError(ReportedError, ValueError):
-    """A flag, or a combination of flags, that cannot work."""
+    """Flags that cannot work."""
 
     exit_code = EXIT_CONFIG
 
 
 class CheckpointError(ReportedError):
-    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+    """Unusable checkpoint."""
 
+    # missing, incomplete, damaged, or of another model
     exit_code = EXIT_CHECKPOINT
 
 
 class DataError(ReportedError):
-    """A data set or tokenizer that is missing, damaged, or does not fit the model."""
+    """Unusable data or tokenizer."""
 
+    # missing, damaged, or does not fit the model
     exit_code = EXIT_DATA
 
 
 class NumericsError(ReportedError):
-    """Too many non-finite steps in a row."""
+    """Too many non-finite steps."""
 
     exit_code = EXIT_NUMERICS
 
 
 class DiskError(ReportedError):
-    """No space or no permission where the run must write, or a failing disk."""
+    """The run cannot write."""
 
+    # no space, no permission, or a failing disk
     exit_code = EXIT_DISK
 
 
 class PeerError(ReportedError):
-    """Another rank died, or did not answer in time."""
+    """Another rank died or hangs."""
 
     exit_code = EXIT_PEER
     on_all_ranks = False
 
 
 class LockError(ReportedError):
-    """Another process is writing into the same run."""
+    """The run is in use."""
 
     exit_code = EXIT_LOCK

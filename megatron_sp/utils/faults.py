@@ -1,14 +1,4 @@
-"""Fault injection: kill or disturb a run at a named point, so that tests can verify recovery.
-
-A plan is one or more faults separated by ``;``, each ``KIND:key=value:...``, for example
-``kill:rank=1:at=save.shard:step=7:attempt=0``. Kinds: ``kill`` (SIGKILL to this process), ``sigterm`` (SIGTERM to this
-process), ``stop`` (SIGSTOP), ``hang`` (this thread goes no further, others do), ``full`` (the disk is full at that
-point of a save) and ``nan`` (the code at that point calls ``poisons()`` and makes a value NaN itself). ``rank``,
-``step`` and ``attempt`` (torchrun's restart count) restrict a fault; an omitted key matches everything. Every action of
-a pipeline is a point, reached before its input has arrived: ``pipeline.B1.2`` is B of stage 1 and micro-batch 2, and
-``pipeline.B1.2.3`` that of the micro-batch's slice 3. The variable is rejected unless --enable-fault-injection is
-given, so that an inherited environment cannot affect production runs.
-"""
+"""Fault injection: kill or disturb a run at a named point, so that tests can verify recovery."""
 
 from __future__ import annotations
 
@@ -21,14 +11,21 @@ from dataclasses import dataclass
 
 from megatron_sp.utils.errors import ConfigError
 
+# One or more faults separated by ``;``, each ``KIND:key=value:...``, for example
+# ``kill:rank=1:at=save.shard:step=7:attempt=0``; an omitted key matches everything. Rejected unless
+# --enable-fault-injection is given, so that an inherited environment cannot affect production runs.
 FAULT_VARIABLE = "MEGATRON_SP_FAULT"
 _SIGNALS = {"kill": signal.SIGKILL, "sigterm": signal.SIGTERM, "stop": signal.SIGSTOP}
+# hang: this thread goes no further, others do; full: the disk is full at that point of a save; nan: the code at that
+# point calls ``poisons()`` and makes a value NaN itself
 _KINDS = (*_SIGNALS, "hang", "full", "nan")
 _POINTS = (
     "step.forward", "step.backward", "optim.step",
     "save.begin", "save.copy", "save.hash", "save.write", "save.shard", "save.manifest", "save.rename", "save.prune",
     "valid.batch", "valid.record", "test.batch", "test.record", "loss", "grad",
 )  # fmt: skip
+# every action of a pipeline is a point, reached before its input has arrived: pipeline.B1.2 is B of stage 1 and
+# micro-batch 2, and pipeline.B1.2.3 that of the micro-batch's slice 3
 _ACTION = re.compile(r"pipeline\.[FBW]\d+\.\d+(\.\d+)?")
 
 
@@ -38,7 +35,7 @@ class _Fault:
     at: str
     rank: int | None = None
     step: int | None = None
-    attempt: int | None = None
+    attempt: int | None = None  # torchrun's restart count
 
 
 @dataclass(frozen=True)
@@ -49,19 +46,11 @@ class FaultPlan:
 
     @classmethod
     def none(cls) -> FaultPlan:
-        """Plan without faults."""
         return cls()
 
     @classmethod
     def from_env(cls, enabled: bool, rank: int, attempt: int = 0) -> FaultPlan:
-        """Read the plan for this rank.
-
-        Args:
-            enabled: whether --enable-fault-injection was given.
-            attempt: number of restarts of the job so far.
-        Raises:
-            ConfigError: the variable is set but not enabled, or cannot be parsed.
-        """
+        """Read the plan for this rank. Raises ConfigError: the variable is set but not enabled, or unreadable."""
         text = os.environ.get(FAULT_VARIABLE, "")
         if not text:
             return cls()
@@ -73,7 +62,7 @@ class FaultPlan:
         return cls(tuple(f for f in faults if f.rank in (None, rank) and f.attempt in (None, attempt)))
 
     def at(self, point: str, step: int) -> None:
-        """Trigger the faults planned for this point and step. Raises OSError: the injected fault is a full disk."""
+        """Trigger the faults planned for this point and step."""
         for fault in self.faults:
             if fault.at == point and fault.step in (None, step):
                 if fault.kind in _SIGNALS:
@@ -101,9 +90,9 @@ def _parse(text: str) -> _Fault:
     point = fields.get("at", "")
     if kind not in _KINDS or not (point in _POINTS or _ACTION.fullmatch(point)) or bad:
         raise ConfigError(
-            f"{FAULT_VARIABLE}: cannot read '{text}': expected KIND:at=POINT[:rank=N][:step=N][:attempt=N] with KIND one of"
-            f" {', '.join(_KINDS)} and POINT one of {', '.join(_POINTS)}, or an action of a pipeline, such as pipeline.B1.2 (stage 1,"
-            " micro-batch 2)"
+            f"{FAULT_VARIABLE}: cannot read '{text}': expected KIND:at=POINT[:rank=N][:step=N][:attempt=N] with KIND"
+            f" one of {', '.join(_KINDS)} and POINT one of {', '.join(_POINTS)}, or an action of a pipeline, such as"
+            " pipeline.B1.2 (stage 1, micro-batch 2)"
         )
     return _Fault(kind, point, **{k: int(v) for k, v in fields.items() if k in numbers})  # type: ignore[arg-type]
 

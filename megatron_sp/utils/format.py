@@ -1,4 +1,4 @@
-"""Human-readable formatting of durations, bytes and counts."""
+"""Durations, bytes and counts for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration like ``3 h 07 min``, ``12 min 05 s`` or ``42 s``."""
+    """Format a duration like ``3 h 07 min`` or ``42 s``."""
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours:
@@ -25,13 +25,13 @@ def format_bytes(count: float) -> str:
 
 
 def format_parameters(count: int) -> str:
-    """Format the number of a model's parameters like ``124.4 M (124,439,808)``: to read, and to compare."""
+    """Format a number of parameters like ``124.4 M (124,439,808)``."""
     short, exact = format_count(count), f"{count:,}"
     return short if short == exact else f"{short} ({exact})"
 
 
 def format_count(count: float) -> str:
-    """Format a count, as of parameters or tokens, like ``124.4 M`` or ``1.3 B``."""
+    """Format a count like ``124.4 M``."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -39,17 +39,16 @@ def format_count(count: float) -> str:
 
 
 def show(value: float, kind: str = "plain") -> str:
-    """Return a number in human-readable form.
-
-    Args:
-        kind: plain, loss, si (1.2 M), bytes, percent (of one), seconds, count.
-    """
+    """Format a number: plain, loss, si, bytes, percent (of one), seconds, count."""
     if not math.isfinite(value):
         return "–" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if kind == "loss":
         return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
     if kind == "si":
-        return _si(value)
+        for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+            if abs(value) >= size:
+                return f"{value / size:.3g} {unit}"
+        return f"{value:.3g}"
     if kind == "bytes":
         return format_bytes(value)
     if kind == "percent":
@@ -61,18 +60,12 @@ def show(value: float, kind: str = "plain") -> str:
     return f"{value:.4g}"
 
 
-def _si(value: float) -> str:
-    for unit, size in ((" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
-
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "  ") -> list[str]:
-    """Return lines with aligned columns, those in ``right`` to the right, without trailing spaces."""
+    """Return lines with aligned columns, those in ``right`` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = (
-        [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    )
-    return [(indent + "  ".join(line)).rstrip() for line in cells]
+    lines = []
+    for row in rows:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in pairs]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines

@@ -1,12 +1,9 @@
 """A process's place in its job, from the variables of the launcher that started it.
 
-torchrun's variables come first: whoever sets RANK has decided. Without them those of mpirun (Open MPI, MVAPICH, and
-MPICH, Intel MPI and Cray's, which speak PMI) and srun count, so that ``srun python pretrain_gpt.py`` is one job and not
-as many trainings as there are tasks. A shell of sbatch or salloc has SLURM_PROCID and SLURM_NTASKS, too, and a plain
-``python`` in it is one process: only a step, which srun starts, has several.
-
-Variables that contradict each other, or of which some are missing, are an error: a rank that guesses would train alone
-or wait for ranks that never come.
+torchrun's variables come first: whoever sets RANK has decided. Without them those of mpirun and srun count, so that
+``srun python pretrain_gpt.py`` is one job and not as many trainings as there are tasks. Variables that contradict each
+other, or of which some are missing, are an error: a rank that guesses would train alone or wait for ranks that never
+come.
 """
 
 from __future__ import annotations
@@ -38,29 +35,24 @@ class _Mpi(NamedTuple):
     local_size: tuple[str, ...]
 
 
+# Open MPI, MVAPICH, and MPICH, Intel MPI and Cray's, which speak PMI
 _MPIS = (
-    _Mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    _Mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",),
+         ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
     _Mpi("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
-    _Mpi(
-        "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-    ),
+    _Mpi("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in its job; a plain ``python`` is a world of one.
-
-    Attributes:
-        rank, world_size: among all processes.
-        local_rank, local_world_size: among those of this host.
-    """
+    """This process's place in its job; a plain ``python`` is a world of one."""
 
     rank: int
     local_rank: int
     world_size: int
-    local_world_size: int
+    local_world_size: int  # the processes of this host
     attempt: int  # how often this host has started it again: torchrun's count, and that of scripts/launch.sh
     # host and port at which the ranks meet; None: there is one rank
     address: Address | None = field(default=None, compare=False)
@@ -68,10 +60,8 @@ class Launch:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Launch:
-        """Read the variables of the launcher.
+        """Read the launcher's variables (default: this process's).
 
-        Args:
-            env: the variables (default: this process's).
         Raises:
             ConfigError: they are incomplete, invalid, or contradict each other.
         """
@@ -89,13 +79,9 @@ class Launch:
 
 
 def launched_processes(env: Mapping[str, str] | None = None) -> int:
-    """Return the number of processes that a configuration is for: WORLD_SIZE, which may stand alone here, else the launcher's, else 1.
-
-    Raises:
-        ConfigError: the variables say no number.
-    """
+    """Return the number of processes that a configuration is for. Raises ConfigError."""
     variables = _Variables(os.environ if env is None else env)
-    if "WORLD_SIZE" in variables.env or "RANK" in variables.env:
+    if "WORLD_SIZE" in variables.env or "RANK" in variables.env:  # WORLD_SIZE may stand alone here
         world_size = variables.world_size()
     elif mpi := variables.mpi():
         world_size = variables.number(mpi.size, low=1)
@@ -121,9 +107,9 @@ def is_first_rank() -> bool:
 
 
 def let_first_rank_speak() -> None:
-    """Wait before this rank ends because of what rank 0 tells the user: torchrun kills the others as soon as one has ended."""
+    """Wait before this rank ends because of what rank 0 tells the user."""
     if "TORCHELASTIC_RUN_ID" in os.environ and not is_first_rank():
-        time.sleep(_SPEAKING_S)  # torchrun ends it when rank 0 has ended
+        time.sleep(_SPEAKING_S)  # torchrun kills the others as soon as one has ended, so it ends this when rank 0 has
 
 
 class _Variables:
@@ -132,19 +118,20 @@ class _Variables:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = env
         self.problems: list[str] = []
-        self.remedy = f"A launcher sets all of them: start with {_TORCHRUN}, or for a single process unset RANK, WORLD_SIZE and LOCAL_RANK"
+        single = "or for a single process unset RANK, WORLD_SIZE and LOCAL_RANK"
+        self.remedy = f"A launcher sets all of them: start with {_TORCHRUN}, {single}"
 
     def raise_problems(self) -> None:
         if self.problems:
-            error = ConfigError(
-                f"this process's place in its job is not clear: {'; '.join(self.problems)}. {self.remedy}"
-            )
+            what = f"this process's place in its job is not clear: {'; '.join(self.problems)}"
+            error = ConfigError(f"{what}. {self.remedy}")
             error.on_all_ranks = False  # each rank has variables of its own
             raise error
 
-    def number(
-        self, name: str, *, low: int = 0, high: int | None = None, default: int | None = None, rule: str = ""
-    ) -> int:
+    # fmt: off
+    def number(self, name: str, *, low: int = 0, high: int | None = None, default: int | None = None,
+               rule: str = "") -> int:
+        # fmt: on
         # a variable's value as an integer; what is wrong with it is noted
         text = self.env.get(name)
         if text is None:
@@ -156,9 +143,8 @@ class _Variables:
             return low
         value = int(text)
         if value < low or (high is not None and value > high):
-            self.problems.append(
-                f"{name} ({value}) must be {rule or (f'at least {low}' if high is None else f'{low} to {high}')}"
-            )
+            rule = rule or (f"at least {low}" if high is None else f"{low} to {high}")
+            self.problems.append(f"{name} ({value}) must be {rule}")
         return value
 
     def first(self, *names: str) -> str:
@@ -175,21 +161,19 @@ class _Variables:
             return None
         address = self.env.get("MASTER_ADDR") or host
         if not address:
-            self.problems.append(
-                "MASTER_ADDR is empty"
-                if "MASTER_ADDR" in self.env
-                else "MASTER_ADDR, the address of the first host, is not set"
-            )
+            is_empty = "MASTER_ADDR" in self.env
+            what = "MASTER_ADDR is empty" if is_empty else "MASTER_ADDR, the address of the first host, is not set"
+            self.problems.append(what)
         return address or "", self.number("MASTER_PORT", low=1, high=65535, default=port, rule="a port, 1 to 65535")
 
     def attempt(self) -> int:
         return self.number("TORCHELASTIC_RESTART_COUNT", default=0) + self.number("MEGATRON_SP_RELAUNCHED", default=0)
 
     def agree(self, size: int, of: str) -> None:
-        if "WORLD_SIZE" in self.env and (said := self.number("WORLD_SIZE", low=1)) != size:
-            self.problems.append(f"WORLD_SIZE ({said}) is not {of} ({size})")
+        if "WORLD_SIZE" in self.env and (world_size := self.number("WORLD_SIZE", low=1)) != size:
+            self.problems.append(f"WORLD_SIZE ({world_size}) is not {of} ({size})")
 
-    # --------------------------------------------------------------------------------------------- one for each launcher
+    # ----------------------------------------------------------------------------------------- one for each launcher
 
     def world_size(self) -> int:
         # torchrun's number of processes, which is 1 if it says nothing, not even a rank
@@ -198,7 +182,8 @@ class _Variables:
     def of_torchrun(self) -> Launch:
         size = self.world_size()
         rank = self.below("RANK", size, "WORLD_SIZE") if "WORLD_SIZE" in self.env else self.number("RANK")
-        # DeepSpeed's launcher calls it LOCAL_SIZE; scripts that derive the others from an MPI's or Slurm's variables leave it out
+        # DeepSpeed's launcher calls it LOCAL_SIZE; scripts that derive the others from an MPI's or Slurm's variables
+        # leave it out
         named = self.first("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *(name for mpi in _MPIS for name in mpi.local_size))
         here = self.number(named, low=1, default=self._tasks_here(size) if self.is_step() and size > 1 else 1)
         local_rank = self.number("LOCAL_RANK", default=0 if size == 1 else None)
@@ -223,31 +208,25 @@ class _Variables:
         rank = self.below(mpi.rank, size, mpi.size)
         if size == 1:
             return Launch(rank, 0, size, 1, self.attempt(), None, "mpirun")
-        self.remedy = (
-            "Give mpirun what is missing (-x NAME=VALUE, or -genv NAME VALUE), or start with torchrun; a single process:"
-            f" unset {mpi.rank} {mpi.size}"
-        )
+        ways = "Give mpirun what is missing (-x NAME=VALUE, or -genv NAME VALUE), or start with torchrun"
+        self.remedy = f"{ways}; a single process: unset {mpi.rank} {mpi.size}"
         self.agree(size, mpi.size)
         here = self.number(self.first(*mpi.local_size, "LOCAL_WORLD_SIZE"), low=1, high=size)
         local_rank = self.below(self.first(*mpi.local_rank, "LOCAL_RANK"), here, "those on this host")
-        host = "127.0.0.1" if here == size else None
-        return Launch(
-            rank, local_rank, size, here, self.attempt(), self.address(size, host, self._port_of_mpi()), "mpirun"
-        )
-
-    def _port_of_mpi(self) -> int:
-        name = (
-            self.env.get("PMIX_NAMESPACE") or self.env.get("OMPI_MCA_ess_base_jobid") or self.env.get("PBS_JOBID") or ""
-        )
-        numbers = re.findall(r"\d+", name)
-        return _FIRST_PORT + sum(map(int, numbers)) % _PORTS if numbers else _DEFAULT_PORT
+        env, port = self.env, _DEFAULT_PORT
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PBS_JOBID") or ""
+        if numbers := re.findall(r"\d+", job):  # jobs of one host do not meet each other
+            port = _FIRST_PORT + sum(map(int, numbers)) % _PORTS
+        address = self.address(size, "127.0.0.1" if here == size else None, port)
+        return Launch(rank, local_rank, size, here, self.attempt(), address, "mpirun")
 
     @property
     def step_size(self) -> str:
         return self.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
     def is_step(self) -> bool:
-        """Return whether srun started this process; sbatch and salloc set none of these variables, or a step's number that is none."""
+        # whether srun started this process: sbatch and salloc set none of these variables, or a step's number that is
+        # none; a plain ``python`` in their shell is one process, although it has SLURM_PROCID and SLURM_NTASKS, too
         step = self.env.get(self.first("SLURM_STEP_ID", "SLURM_STEPID"))
         if step is not None:
             return not (step.isdigit() and int(step) >= _NO_STEP)
@@ -257,21 +236,17 @@ class _Variables:
         size = self.number(self.step_size, low=1)
         if size == 1:
             return Launch(0, 0, 1, 1, self.attempt(), None, "srun")
-        self.remedy = "Start it with srun, or with scripts/slurm.sbatch; a single process: srun --ntasks=1, or unset SLURM_STEP_NUM_TASKS"
+        single = "a single process: srun --ntasks=1, or unset SLURM_STEP_NUM_TASKS"
+        self.remedy = f"Start it with srun, or with scripts/slurm.sbatch; {single}"
         self.agree(size, self.step_size)
         if _has_terminal():
-            self.problems.append(
-                f"this shell is one of the {size} tasks of `srun --pty`, and the others do not run this command"
-            )
+            shell = f"this shell is one of the {size} tasks of `srun --pty`"
+            self.problems.append(f"{shell}, and the others do not run this command")
         rank = self.below("SLURM_PROCID", size, self.step_size)
         here = self._tasks_here(size)
         local_rank = self.below("SLURM_LOCALID", here, "those on this host")
-        nodes = (
-            self.env.get("SLURM_STEP_NODELIST")
-            or self.env.get("SLURM_JOB_NODELIST")
-            or self.env.get("SLURM_NODELIST")
-            or ""
-        )
+        names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        nodes = next((self.env[name] for name in names if self.env.get(name)), "")
         host = first_host(nodes) or ("127.0.0.1" if here == size else None)
         job = self.number(self.first("SLURM_JOB_ID", "SLURM_JOBID"), default=0)
         step = self.number(self.first("SLURM_STEP_ID", "SLURM_STEPID"), default=0)
@@ -293,9 +268,8 @@ class _Variables:
         if size > 1:
             self.problems.append(f"WORLD_SIZE says {size} processes, and RANK, which of them this one is, is not set")
         elif task > 0:
-            self.problems.append(
-                f"SLURM_PROCID says task {task} of srun, and SLURM_STEP_NUM_TASKS, how many there are, is not set"
-            )
+            how_many = "SLURM_STEP_NUM_TASKS, how many there are, is not set"
+            self.problems.append(f"SLURM_PROCID says task {task} of srun, and {how_many}")
         return Launch(0, self.number("LOCAL_RANK", default=0), size, 1, self.attempt())
 
 

@@ -1,9 +1,4 @@
-"""HTML and SVG: elements, pages and pictures, safe by construction: every text is escaped unless it was produced by ``tag``.
-
-Texts of a run (names, paths, messages) are untrusted and must never become markup. A page is one file that loads
-nothing: a content security policy in its head forbids every connection, and every script but those given, by hash.
-Pictures follow the reader's color scheme.
-"""
+"""HTML and SVG, safe by construction: every text is escaped unless it was produced by ``tag``."""
 
 from __future__ import annotations
 
@@ -14,6 +9,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+# Texts of a run (names, paths, messages) are untrusted and must never become markup. A page is one file that loads
+# nothing: a content security policy in its head forbids every connection, and every script but those given, by hash.
 _VOID = ("meta", "input", "br", "hr")
 
 
@@ -22,23 +19,13 @@ class Html(str):
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """Return an element.
-
-    Args:
-        children: Html is kept, lists are flattened, None and False are dropped, everything else is escaped.
-        attributes: a trailing underscore is removed (``class_``), others become hyphens; None and False are dropped,
-            True has no value.
-    """
-    words = "".join(
-        f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(str(value), quote=True)}"'
-        for key, value in attributes.items()
-        if value is not None and value is not False
-    )
+    """Return an element; text children are escaped, None and False are dropped, of attributes too."""
+    words = ""
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            name_ = key.rstrip("_").replace("_", "-")  # class_ and http_equiv
+            words += f" {name_}" if value is True else f' {name_}="{html.escape(str(value), quote=True)}"'
     return Html(f"<{name}{words}>" if name in _VOID else f"<{name}{words}>{join(*children)}</{name}>")
-
-
-def _name(key: str) -> str:
-    return key.rstrip("_").replace("_", "-")
 
 
 def join(*children: object) -> Html:
@@ -63,11 +50,7 @@ def script_json(value: Any) -> Html:
 def table(
     head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: str = "", numeric: Iterable[int] = ()
 ) -> Html:
-    """Return a table that scrolls horizontally if it is too wide.
-
-    Args:
-        numeric: indices of columns that are aligned to the right.
-    """
+    """Return a table; columns ``numeric`` are aligned to the right."""
     right = set(numeric)
 
     def cells(row: Sequence[object], kind: str, **more: object) -> list[Html]:
@@ -85,26 +68,15 @@ def table(
 
 
 def page(title: str, style: str, body: object, scripts: Sequence[str] = (), *, data: object = None) -> Html:
-    """Return a page.
-
-    Args:
-        style: style sheet, which is not escaped.
-        body: contents of the body.
-        scripts: scripts, which are not escaped, at the end of the page.
-        data: JSON that the scripts find in the element ``data``.
-    """
+    """Return a page; style and scripts are not escaped. Scripts find JSON in the element ``data``."""
     hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts]
     allowed = f" script-src {' '.join(hashes)};" if hashes else ""
     policy = f"default-src 'none'; style-src 'unsafe-inline';{allowed} base-uri 'none'; form-action 'none'"
     head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name_="color-scheme", content="light dark"),
-        tag("title", title),
-        tag("style", Html(style)),
-    )
+        tag("meta", name_="color-scheme", content="light dark"), tag("title", title), tag("style", Html(style)),
+    )  # fmt: skip
     json_data = [] if data is None else [tag("script", script_json(data), type="application/json", id="data")]
     end = [*json_data, *(tag("script", Html(script)) for script in scripts)]
     return join(Html("<!DOCTYPE html>\n"), tag("html", head, tag("body", body), Html("\n"), end, lang="en"), Html("\n"))
@@ -113,10 +85,12 @@ def page(title: str, style: str, body: object, scripts: Sequence[str] = (), *, d
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 _SVG_STYLE = """
-  .page { fill: #ffffff } .title { font: 600 16px sans-serif; fill: #1b1f24 } .text { font: 12px sans-serif; fill: #32383f }
+  .page { fill: #ffffff } .title { font: 600 16px sans-serif; fill: #1b1f24 }
+  .text { font: 12px sans-serif; fill: #32383f }
   .lane { fill: #eef1f4 } .tick { stroke: #57606a; stroke-width: 0.6 }
   @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } .title { fill: #f0f3f6 } .text { fill: #d0d7de } .lane { fill: #161b22 } .tick { stroke: #9ea7b3 }
+    .page { fill: #0d1117 } .title { fill: #f0f3f6 } .text { fill: #d0d7de } .lane { fill: #161b22 }
+    .tick { stroke: #9ea7b3 }
   }
 """
 
@@ -124,19 +98,17 @@ _SVG_STYLE = """
 def svg(
     width: int, height: int, title: str, about: str, parts: Iterable[str], *, style: str = "", sized: bool = False
 ) -> str:
-    """Return a picture as an SVG document: a title, a line about it, and the parts below.
+    """Return a picture as an SVG document; ``parts``, its elements, are not escaped.
 
-    Args:
-        width, height: of the picture, in pixels.
-        parts: elements, which are not escaped; they may use the classes title, text, lane and tick.
-        style: more of the style sheet.
-        sized: it has this size; else it is as wide as there is space.
+    Unless ``sized`` it is as wide as there is space.
     """
     size = f'width="{width}" height="{height}" ' if sized else ""
     label = html.escape(title, quote=True)
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}viewBox="0 0 {width} {height}" role="img" aria-label="{label}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}viewBox="0 0 {width} {height}" role="img"'
+        f' aria-label="{label}">',
         f"<style>{_SVG_STYLE}{style}</style>", f'<rect class="page" width="{width}" height="{height}"/>',
-        f'<text class="title" x="16" y="26">{html.escape(title)}</text>', f'<text class="text" x="16" y="46">{html.escape(about)}</text>',
+        f'<text class="title" x="16" y="26">{html.escape(title)}</text>',
+        f'<text class="text" x="16" y="46">{html.escape(about)}</text>',
         *parts, "</svg>", "",
     ])  # fmt: skip

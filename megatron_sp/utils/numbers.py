@@ -7,21 +7,22 @@ MAX_COUNT = 10**15
 
 
 def divide(a: int, b: int) -> int:
-    """Return a / b, which must be an integer."""
+    """Return a / b, an integer."""
     assert a % b == 0, f"{a} is not a multiple of {b}"
     return a // b
 
 
 def window_tile(window: int) -> int:
-    """Return the tile size (number of queries) of sliding-window attention: small compared with large windows, to limit wasted work."""
+    """Return the tile size (queries) of sliding-window attention."""
+    # small compared with large windows, to limit wasted work
     return min(window, max(64, min(256, window // 4)))
 
 
 def round_up(a: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is not below ``a``."""
+    """Return the next multiple, or ``a``."""
     return (a + multiple - 1) // multiple * multiple
 
 
 def division(value: int, divisor: int) -> str:
-    """Return the division as ``a = q * b + r``, to explain why ``value`` is not a multiple of ``divisor``."""
+    """Return the division as ``a = q * b + r``."""
     return f"{value} = {value // divisor} * {divisor} + {value % divisor}"

@@ -1,4 +1,4 @@
-"""Reading a run's log files: ``metrics.jsonl``, written by several processes in succession, and ``run_status.json``."""
+"""Reading a run's log files, ``metrics.jsonl`` and ``run_status.json``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ _MOST_STATUS_BYTES = 1 << 24
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read all records of a run, in the order in which they were written.
-
-    Args:
-        path: a run folder, or the file itself.
-    Returns:
-        (records, each with ``kind`` and ``step``; notes about skipped lines, such as one truncated by a dying process).
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Read a run's records, each with ``kind`` and ``step``, and notes about skipped lines. Raises DataError."""
     file = path / "metrics.jsonl" if path.is_dir() else path
     records, notes, bad = [], [], []
     names: dict[str, str] = {}  # one string for each name, however many records have it
@@ -40,11 +32,8 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 else:
                     notes.append(f"{file}: the last line is cut off (a process died while writing it) and is left out")
     except OSError as error:
-        hint = (
-            " (give a run's folder; it gets this file with the first logged step)"
-            if path.is_dir() or not path.exists()
-            else ""
-        )
+        hint = " (give a run's folder; it gets this file with the first logged step)"
+        hint = hint if path.is_dir() or not path.exists() else ""
         raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None
     if bad:
         notes.append(f"{file}: {len(bad)} lines are not records and are left out, the first is line {bad[0]}")
@@ -52,10 +41,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def evaluated(run_dir: Path, step: int) -> list[str]:
-    """Return those of ``valid`` and ``test`` that the run's current history has a record of at this step.
-
-    Records before a resume from an earlier step belong to an abandoned history. Empty if the file is missing or a link.
-    """
+    """Return those of ``valid`` and ``test`` that the run has a record of at this step."""
     names = set[str]()
     try:
         with open_own(run_dir / "metrics.jsonl", os.O_RDONLY) as file:
@@ -64,10 +50,10 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
                     continue
                 record = _parse(line)
                 if record is not None and record["kind"] == "start" and record["step"] < step:
-                    names.clear()
+                    names.clear()  # what came before a resume from an earlier step belongs to an abandoned history
                 elif record is not None and record["kind"] != "start" and record["step"] == step:
                     names.add(record["kind"])
-    except OSError:
+    except OSError:  # missing, or a link
         return []
     return sorted(names)
 
@@ -83,7 +69,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """Return the step of the last checkpoint that the run has written, from ``run_status.json``; None if unknown."""
+    """Return the step of the last checkpoint that the run has written; None if unknown."""
     saved = read_status(run_dir).get("saved_step")
     return saved if type(saved) is int and saved >= 0 else None
 

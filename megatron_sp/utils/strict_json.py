@@ -1,9 +1,4 @@
-"""Reading JSON and small files that may be damaged or malicious, with limits on size, depth and number of values.
-
-Python's parser needs some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: commas and
-opening brackets are counted first, without parsing. Those inside strings count too, which only makes the limit
-stricter.
-"""
+"""Reading JSON and small files that may be damaged or malicious."""
 
 from __future__ import annotations
 
@@ -20,18 +15,13 @@ MAX_DEPTH = 32
 
 
 def open_regular(path: Path) -> int:
-    """Return a read-only file descriptor of a regular file; never follows a link, never blocks on a pipe.
-
-    Raises:
-        CheckpointError: it is missing, a link, or not a regular file.
-    """
+    """Return a read-only file descriptor; never follows a link, never blocks. Raises CheckpointError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
-            raise CheckpointError(
-                f"{path} is a symbolic link: a checkpoint consists of plain files, copy the file there"
-            ) from None
+            why = "a checkpoint consists of plain files, copy the file there"
+            raise CheckpointError(f"{path} is a symbolic link: {why}") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -40,7 +30,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
-    """Read a whole regular file. Raises CheckpointError if it is larger than ``max_bytes``, unreadable or not a regular file."""
+    """Read a whole regular file. Raises CheckpointError: also if it is larger than ``max_bytes``."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -52,14 +42,9 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_object(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Args:
-        data: its bytes; the caller must have limited their number.
-        where: what is being read, for messages.
-    Raises:
-        CheckpointError: not JSON, not an object, a duplicate name, nested too deeply, or too many values.
-    """
+    """Parse a JSON object, whose size the caller has limited; ``where`` names it. Raises CheckpointError."""
+    # Python's parser needs some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: commas
+    # and opening brackets are counted first. Those inside strings count too, which only makes the limit stricter.
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > max_values:
         raise CheckpointError(f"{where} has more than {max_values:,} values: refused")
@@ -88,16 +73,15 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _deeper_than(value: Any, levels: int) -> bool:
     if not isinstance(value, (dict, list)):
         return False
-    return levels == 0 or any(
-        _deeper_than(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value)
-    )
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper_than(item, levels - 1) for item in inner)
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether a JSON value is a non-negative integer below 2^63 (true and false are not)."""
+    """Return whether a JSON value is an integer from 0 to 2^63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def is_counts(value: Any) -> TypeGuard[list[int]]:
-    """Return whether a JSON value is a list of non-negative integers, as ``is_count``."""
+    """Return whether a JSON value is a list of these."""
     return isinstance(value, list) and all(is_count(v) for v in value)

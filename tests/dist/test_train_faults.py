@@ -28,7 +28,7 @@ from megatron_sp.training.run import Run, RunContext, RunData
 from megatron_sp.training.signals import Watchdog
 from megatron_sp.training.step import TrainStep
 from megatron_sp.utils.files import atomic_write_text
-from megatron_sp.utils.processes import is_stopped
+from megatron_sp.utils.host import is_stopped
 
 
 def data_flags(prefix: Path, *more: object) -> tuple[object, ...]:

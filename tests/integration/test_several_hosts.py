@@ -24,7 +24,7 @@ from support.paths import ROOT
 from support.training import MOCK, TINY, assert_same_run, records, saved_steps, status, train
 from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
-from megatron_sp.utils.processes import is_running
+from megatron_sp.utils.host import is_running
 
 pytestmark = pytest.mark.torchrun
 SP2 = ("--sequence-parallel-size", "2", "--sp-overlap-mode", "chunked")

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.utils.processes import is_running
+from megatron_sp.utils.host import is_running
 
 _POLL_S = 0.004
 _TINY = (  # a GPT of some ten thousand parameters on synthetic tokens

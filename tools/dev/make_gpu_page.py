@@ -13,7 +13,7 @@ from first_light.report import read_report  # noqa: E402
 
 from megatron_sp.utils.entry_point import run_program  # noqa: E402
 from megatron_sp.utils.errors import ConfigError  # noqa: E402
-from megatron_sp.utils.output_file import write_output  # noqa: E402
+from megatron_sp.utils.files import write_output  # noqa: E402
 
 PAGE, REPORT = ROOT / "docs/benchmarks/gpu.md", ROOT / "docs/benchmarks/gpu.json"
 

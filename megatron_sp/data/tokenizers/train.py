@@ -13,8 +13,7 @@ from megatron_sp.data.tokenizers.hugging_face import CONTINUES, SPECIAL, BertWor
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, import_tokenizers, well_formed
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
-from megatron_sp.utils.files import atomic_replace
-from megatron_sp.utils.output_file import file_place
+from megatron_sp.utils.files import atomic_replace, file_place
 
 SAMPLE_BYTES = 8_000_000
 """Text that is enough to learn pieces from; more costs time and changes little."""

@@ -10,8 +10,8 @@ from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.report.survey import Edge, Node, Part, Survey, survey
 from megatron_sp.utils import markup
 from megatron_sp.utils.errors import DiskError
+from megatron_sp.utils.files import write_output
 from megatron_sp.utils.markup import Html, tag
-from megatron_sp.utils.output_file import write_output
 
 if TYPE_CHECKING:
     from megatron_sp.schedule.schedule import Schedule

@@ -19,7 +19,7 @@ from megatron_sp.comm import failed_ranks, rendezvous
 from megatron_sp.comm.collectives import WaitError
 from megatron_sp.comm.failed_ranks import Peers, first_line, is_peer_failure, offer_stack, take_stack
 from megatron_sp.comm.rendezvous import fresh_store
-from megatron_sp.utils.processes import is_stopped, machine
+from megatron_sp.utils.host import is_stopped, machine
 
 LONG = timedelta(seconds=PATIENCE_S)
 

@@ -32,7 +32,7 @@ from first_light.runner import Machine, Runner  # noqa: E402
 from support.first_light_parts import part  # noqa: E402
 
 from megatron_sp.utils.errors import ConfigError, LockError  # noqa: E402
-from megatron_sp.utils.processes import is_running  # noqa: E402
+from megatron_sp.utils.host import is_running  # noqa: E402
 
 MACHINE = {"device": "cpu", "torch": "2.13.0"}
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
-from megatron_sp.utils import output
+from megatron_sp.utils import streams
 from megatron_sp.utils.entry_point import leave, run_program
 from megatron_sp.utils.errors import DataError
-from megatron_sp.utils.output import OutputLost, Stream
+from megatron_sp.utils.streams import OutputLost, Stream
 
 
 def closed_pipe() -> int:
@@ -121,10 +121,10 @@ def test_a_training_goes_on_and_knows(name: str) -> None:
     made, number = FAULTS[name]
 
     def body() -> None:
-        output.survive()
+        streams.survive()
         for _ in range(3):
             print("a step" * 10_000, flush=True)
-        assert output.lost() == {"stdout": os.strerror(number)}
+        assert streams.lost() == {"stdout": os.strerror(number)}
         leave(0)
 
     code, _, err = in_child(body, stdout=made())
@@ -134,10 +134,10 @@ def test_a_training_goes_on_and_knows(name: str) -> None:
     )
 
     def both() -> None:
-        output.survive()
+        streams.survive()
         print("a step", flush=True)
         print("a warning", file=sys.stderr)
-        assert set(output.lost()) == {"stdout", "stderr"}
+        assert set(streams.lost()) == {"stdout", "stderr"}
         leave(0)
 
     assert in_child(both, stdout=made(), stderr=made())[0] == 0
@@ -147,14 +147,14 @@ def test_streams_that_were_closed_from_the_start(tmp_path: Path) -> None:
     """No file may get their descriptors: what a signal handler says on 2 would go into it."""
     program = f"""
 import os, sys
-from megatron_sp.utils import output
-output.survive()
+from megatron_sp.utils import streams
+streams.survive()
 kept = open({str(tmp_path / "a file")!r}, "w")
 assert kept.fileno() > 2, kept.fileno()
 print("x", flush=True); print("x", file=sys.stderr, flush=True); os.write(2, b"x")
 assert not sys.stdout.isatty() and not hasattr(sys.stdout, "buffer")
 from megatron_sp.utils.entry_point import leave
-leave(7 if set(output.lost()) == {{"stdout", "stderr"}} else 1)
+leave(7 if set(streams.lost()) == {{"stdout", "stderr"}} else 1)
 """
     command = ["bash", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 7
@@ -171,7 +171,7 @@ def test_a_letter_that_the_encoding_has_not() -> None:
 
 def test_one_within_another_and_streams_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
-    with output.checked(), output.checked():
+    with streams.checked(), streams.checked():
         print("inside")
     assert (sys.stdout, sys.stderr) == before and capsys.readouterr().out == "inside\n"
 
@@ -183,7 +183,7 @@ class Full(io.StringIO):
 
 def test_a_loss_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Full())
-    with pytest.raises(OutputLost) as lost, output.checked():
+    with pytest.raises(OutputLost) as lost, streams.checked():
         try:
             print("x")
         except SystemExit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
+from megatron_sp.utils.host import host_memory_bytes, swap_bytes
 
 
 def host(root: Path, available_kib: int | None, limit: str = "max", current: int = 0, cached: int = 0) -> Path:

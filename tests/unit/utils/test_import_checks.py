@@ -12,8 +12,8 @@ import pytest
 from support.paths import ROOT
 from support.training import MOCK, TINY
 
+from megatron_sp.utils.entry_point import OLDEST_TORCH, require_torch, version_numbers
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.import_checks import OLDEST_TORCH, numbers, require_torch
 
 
 @pytest.mark.parametrize("version, is_good", [
@@ -70,4 +70,4 @@ def test_every_place_names_the_same_version() -> None:
     assert f"({words} or later)" in (ROOT / "README.md").read_text()
     lowest = re.search(r'TORCH_RANGE="\((\d+), (\d+)\) <=', (ROOT / "scripts" / "setup_env.sh").read_text())
     assert lowest and tuple(map(int, lowest.groups())) == OLDEST_TORCH
-    assert numbers("2.13.0a0+cu1") == (2, 13, 0) and numbers("x") == ()
+    assert version_numbers("2.13.0a0+cu1") == (2, 13, 0) and version_numbers("x") == ()

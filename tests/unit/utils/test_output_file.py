@@ -24,7 +24,7 @@ from megatron_sp.data import corpus
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.ops import availability
 from megatron_sp.utils.errors import ConfigError, DiskError
-from megatron_sp.utils.output_file import require_place, write_output
+from megatron_sp.utils.files import require_place, write_output
 
 sys.path[:0] = [str(ROOT / "benchmarks")]
 TEXT = "what is written\n"

@@ -1,9 +1,6 @@
-"""Handling of failing standard output and standard error: full disks, closed pipes, vanished terminals.
+"""Standard output and standard error that fail: full disks, closed pipes, vanished terminals.
 
-A training run must not end because its output cannot be written: ``survive()`` replaces the streams with ones that drop
-such output and remember the reason. A program whose output is its result must not report success then: within
-``checked()`` the first failure of standard output ends the program with an exit code and, if standard error still
-works, a message; a closed pipe ends it quietly, as ``cat``.
+A training run goes on (``survive()``); a program whose output is its result must not report success (``checked()``).
 """
 
 from __future__ import annotations
@@ -23,26 +20,18 @@ _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
 class OutputLost(SystemExit):
-    """Raised when standard output is the program's result and cannot be written; ends the program with ``code``."""
+    """Standard output is the program's result, and cannot be written."""
 
 
 class Stream:
-    """A text stream whose writes never raise an OSError.
-
-    A character that its encoding lacks is written as "?".
-
-    Args:
-        stream: the underlying stream; None if it was closed before the program began.
-        name: stdout or stderr.
-        is_result: the output is the program's result, so a failure ends the program (``OutputLost``).
-    """
+    """A text stream whose writes never raise an OSError; a character that its encoding lacks is written as "?"."""
 
     def __init__(self, stream: Any, name: str, is_result: bool) -> None:
+        # stream: None if it was closed before the program began; is_result: a failure ends the program (OutputLost)
         self._stream, self._name, self.is_result = stream, name, is_result
         self.error: OSError | None = None  # the first
 
     def write(self, text: str) -> int:
-        """Write text; what cannot be encoded is replaced, and a failure ends the stream."""
         try:
             self._opened().write(text)
         except UnicodeEncodeError as error:
@@ -56,7 +45,6 @@ class Stream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush; a failure ends the stream."""
         try:
             if self._stream is not None:
                 self._stream.flush()
@@ -64,14 +52,12 @@ class Stream:
             self._failed(error)
 
     def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
         try:
             return self._stream is not None and bool(self._stream.isatty())
         except (OSError, ValueError):
             return False
 
     def fileno(self) -> int:
-        """File descriptor of the stream."""
         return int(self._opened().fileno())
 
     def __getattr__(self, name: str) -> Any:
@@ -83,17 +69,14 @@ class Stream:
         return self._stream
 
     def _failed(self, error: OSError | ValueError) -> None:
-        is_first = self.error is None
-        if self.error is None:  # a ValueError: it has been closed
-            self.error = error if isinstance(error, OSError) else OSError(errno.EBADF, os.strerror(errno.EBADF))
-        if not is_first:
+        if self.error is not None:
             return
+        # a ValueError: it has been closed
+        self.error = error if isinstance(error, OSError) else OSError(errno.EBADF, os.strerror(errno.EBADF))
         reason, name = self.error.strerror or str(self.error), _NAMES[self._name]
         if not self.is_result:
-            _say_elsewhere(
-                self._name,
-                f"warning: {name} cannot be written ({reason}): its output there is lost, the program continues",
-            )
+            lost = f"{name} cannot be written ({reason}): its output there is lost, the program continues"
+            _say_elsewhere(self._name, f"warning: {lost}")
             return
         if self.error.errno != errno.EPIPE:
             _say_elsewhere(self._name, f"error: {name} cannot be written: {reason}")
@@ -117,7 +100,7 @@ def survive() -> None:
 
 
 def lost() -> dict[str, str]:
-    """Return the errors of standard output and standard error since ``survive()``, by name; empty if there were none."""
+    """Return the errors of standard output and standard error since ``survive()``, by name."""
     streams = {name: getattr(sys, name) for name in _NAMES}
     return {
         name: stream.error.strerror or str(stream.error)
@@ -128,11 +111,7 @@ def lost() -> dict[str, str]:
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Context manager for printing a program's result: on exit all of it has been written.
-
-    Raises:
-        OutputLost: standard output could not be written; output after the failure is dropped.
-    """
+    """Ensure that a program's result has been written. Raises OutputLost: standard output has failed."""
     _fill_standard_descriptors()
     before = {name: getattr(sys, name) for name in _NAMES}
     if any(isinstance(stream, Stream) for stream in before.values()):  # nested in another one
@@ -151,12 +130,16 @@ def checked() -> Iterator[None]:
             for name, stream in ours.items():
                 setattr(sys, name, before[name])
                 if stream.error is not None:
-                    _silence(before[name])
+                    # to /dev/null; otherwise flushing its buffer at exit would fail and change the exit code
+                    with contextlib.suppress(OSError, ValueError, AttributeError):
+                        null = os.open(os.devnull, os.O_WRONLY)
+                        os.dup2(null, before[name].fileno())
+                        os.close(null)
         ours["stdout"].require()
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error, ignoring errors; may be called from a signal handler or a thread."""
+    """Write a line to standard error, from any thread or signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
@@ -170,16 +153,8 @@ def _say_elsewhere(name: str, text: str) -> None:
         other.flush()  # type: ignore[union-attr]
 
 
-def _silence(stream: Any) -> None:
-    # redirect a failed stream to /dev/null; otherwise flushing its buffer at exit would fail and change the exit code
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
-
-
 def _fill_standard_descriptors() -> None:
-    """Open descriptors 0 to 2 if they are closed, so that no file of ours gets one of them and with it the program's output."""
+    # open descriptors 0 to 2 if they are closed, so that no file of ours gets one of them and with it the output
     for wanted in range(3):
         try:
             os.fstat(wanted)
