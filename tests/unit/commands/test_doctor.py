@@ -15,7 +15,7 @@ import torch
 from support.paths import ROOT
 
 from megatron_sp.commands import doctor
-from megatron_sp.commands.doctor import Finding, examine, numbers, run
+from megatron_sp.commands.doctor import Finding, examine, run, version_numbers
 from megatron_sp.ops import availability
 
 
@@ -207,4 +207,4 @@ def test_plain_lines_where_rich_lacks(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_numbers() -> None:
-    assert numbers("2.13.0a0+cu1") == (2, 13, 0) and numbers("dev") == () and numbers("0.2.1") > numbers("0.2")
+    assert version_numbers("2.13.0a0+cu1") == (2, 13, 0) and version_numbers("dev") == () and version_numbers("0.2.1") > version_numbers("0.2")
