@@ -53,8 +53,7 @@ def make_source(folder: Path, num_bytes: int) -> tuple[int, int]:
     from megatron_sp.config.schema import ModelConfig
     from megatron_sp.convert.copies import TensorInfo
     from megatron_sp.convert.formats.hugging_face import HuggingFace
-    from megatron_sp.convert.model import Model, parameter_shapes
-    from megatron_sp.convert.options import Options
+    from megatron_sp.convert.model import Model, Options, parameter_shapes
 
     def total(layers: int) -> dict[str, TensorInfo]:
         config = ModelConfig(num_layers=layers, **SHAPE)

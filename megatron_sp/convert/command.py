@@ -25,11 +25,9 @@ from megatron_sp.checkpoint.stream import FiniteTensors
 from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
-from megatron_sp.convert.foreign_model import ForeignModel
-from megatron_sp.convert.formats.format import Progress, Writer
-from megatron_sp.convert.formats.registry import FORMATS, detect
-from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
-from megatron_sp.convert.options import Options, Overrides
+from megatron_sp.convert.formats import FORMATS, detect
+from megatron_sp.convert.formats.native import ForeignModel
+from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model, Options, Overrides, Progress, Writer
 from megatron_sp.utils.entry_point import is_out_of_memory
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.files import free_bytes, fsync_dir, require_place, write_output, write_synced

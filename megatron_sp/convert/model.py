@@ -1,21 +1,23 @@
-"""The checkpoint in our own terms that a reader passes to a writer; and whether a source has exactly what it needs."""
+"""What passes between readers and writers: a checkpoint in our own terms, the options, the interface of a format."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.checkpoint.stream import FiniteTensors
+from megatron_sp.config.fields import field_kinds
 from megatron_sp.config.rules import model_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.config.schema_model import is_expert_bias
+from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.copies import Correspondence, TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
@@ -23,7 +25,7 @@ from megatron_sp.models.experts import stored_dtype
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
-from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 LossScale = dict[str, float | int | bool]
 """Of dynamic loss scaling, as our checkpoints have it: dynamic, scale, good_steps, hysteresis_left."""
@@ -245,3 +247,117 @@ def _reason(name: str, store: TensorStore, ignored: Mapping[str, str], tied: Map
             return f"the same as {tied[name]}"
         raise CheckpointError(f"{name} must be the same as {tied[name]}, because config.json ties them, but it differs")
     return next((reason for pattern, reason in ignored.items() if re.fullmatch(pattern, name)), None)
+
+
+class Overrides(dict[str, Any]):
+    """Values of fields of ``ModelConfig``, by name."""
+
+    @classmethod
+    def parse(cls, words: Iterable[str]) -> Overrides:
+        """Parse the NAME=VALUE words of the command line."""
+        overrides, kinds = cls(), field_kinds(ModelConfig)
+        for word in words:
+            name, _, text = word.partition("=")
+            field = name.strip().lstrip("-").replace("-", "_")
+            if field not in kinds or not text:
+                raise ConfigError(f"--set {word[:100]}: it must be NAME=VALUE with a setting of the"
+                                  f" model{nearest(field, kinds)}")  # fmt: skip
+            try:
+                overrides[field] = kinds[field].parse(text.split())
+            except ValueError as error:
+                raise ConfigError(f"--set {word[:100]}: {error}") from None
+        return overrides
+
+    def count(self, name: str, default: int | None) -> int | None:
+        """Return a setting that must be at least 1, or the default."""
+        value = self.get(name, default)
+        if value is not None and value < 1:
+            raise ConfigError(f"--set {name.replace('_', '-')}={value} must be at least 1")
+        return value
+
+    def apply(self, config: ModelConfig) -> None:
+        for name, value in self.items():
+            setattr(config, name, value)
+
+
+@dataclass
+class Options:
+    """Options of a conversion, named like the flags."""
+
+    step: int | None = None  # step of the checkpoint to read; None: the newest
+    # row order of the fused projections in files that do not specify it
+    qkv_layout: Literal["interleaved", "flat", "v0", "v1"] | None = None
+    vocab_size: int | None = None  # entries of the vocabulary, for files that only have the padded number of rows
+    tokenizer: Path | None = None  # folder or file to take the tokenizer from, instead of the source's own
+    optimizer: bool = True  # convert the optimizer's state too, if the source has it and the target supports it
+    dtype: torch.dtype | None = None  # dtype of the written weights; None: unchanged
+    given: Overrides = field(default_factory=Overrides)  # settings of the model that the files do not specify
+    # naming scheme of the parameters in Megatron's files
+    megatron_names: Literal["core", "core-local", "legacy"] = "core"
+    # layout to write for megatron-deepspeed; None: zero1 with the optimizer's state, else module
+    deepspeed_layout: Literal["module", "zero1", "universal"] | None = None
+    # row order of the fused projections to write for megatron-deepspeed
+    deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"
+    tp: int = 1  # tensor and pipeline parallel sizes to write for, if the format has one file per rank
+    pp: int = 1
+    ep: int = 1  # number of ranks to write shares of the experts for, likewise
+    max_metadata_mb: int = MAX_METADATA_BYTES >> 20  # largest .metadata of megatron-dist to read, in MiB
+    max_shard_bytes: int = 5 << 30  # approximate maximum size of a safetensors file
+    output: Path | None = None
+
+
+Progress = Callable[[int], None]
+"""Told how many bytes have been written since the last call."""
+
+
+class Writer(Protocol):
+    """Interface of what ``command.convert`` writes with: ``Format``, or what has a model of its own."""
+
+    def write(self, model: Any, path: Path, options: Options, progress: Progress) -> None:
+        """Write a checkpoint into a folder that does not exist yet."""
+        ...
+
+    def size(self, model: Any, options: Options) -> int:
+        """Return about how many bytes ``write`` writes."""
+        ...
+
+
+class Format(Protocol):
+    """A checkpoint format: detects, reads and writes its files."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def holds_optimizer(self) -> bool:
+        """True if the format can store the optimizer's state."""
+        ...
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether a folder contains a checkpoint of this format, judged by its file names."""
+        ...
+
+    def read(self, path: Path, options: Options) -> Model:
+        """Read the description of a checkpoint without its tensors; nothing in the files is trusted unchecked.
+
+        Raises:
+            CheckpointError: something is missing, damaged or not supported.
+            ConfigError: a flag is needed for something that the files do not specify; the message names it.
+        """
+        ...
+
+    def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None: ...
+
+    def size(self, model: Model, options: Options) -> int:
+        """Return the size in bytes of the tensors that ``write`` will write."""
+        ...
+
+
+def require_inside(folder: Path, root: Path) -> None:
+    """Refuse a folder that is in ``root`` through a symbolic link; ``root`` may be one, since the user named it."""
+    for part in (folder, *folder.parents):
+        if part == root:
+            return
+        if part.is_symlink():
+            raise CheckpointError(f"{part} is a symbolic link: a checkpoint consists of plain files and folders, copy"
+                                  " the folder there")  # fmt: skip

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="transformers (Python 
 
 from megatron_sp.commands import cli  # noqa: E402
 from megatron_sp.commands.schedule.train import parse_external  # noqa: E402
-from megatron_sp.convert.foreign_model import without_code  # noqa: E402
+from megatron_sp.convert.formats.native import without_code  # noqa: E402
 from megatron_sp.parallel.parallel_context import ParallelContext  # noqa: E402
 from megatron_sp.schedule.verify.copies import drops  # noqa: E402
 from megatron_sp.tasks.external_task import ExternalModel, count_products, external_task  # noqa: E402

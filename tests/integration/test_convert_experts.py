@@ -17,11 +17,10 @@ from torch import Tensor
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.convert.copies import Correspondence, Gathered
-from megatron_sp.convert.families.registry import FAMILIES
+from megatron_sp.convert.families import FAMILIES
+from megatron_sp.convert.formats import FORMATS
 from megatron_sp.convert.formats.hugging_face import _Renamed
-from megatron_sp.convert.formats.registry import FORMATS
-from megatron_sp.convert.model import Model, parameter_shapes
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import Model, Options, parameter_shapes
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext

@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_sp.commands.cli import main
-from megatron_sp.convert import backends as sides
-from megatron_sp.convert.backends import Transformers
-from megatron_sp.convert.formats.registry import FORMATS
-from megatron_sp.convert.options import Options
+from megatron_sp.convert import verify as sides
+from megatron_sp.convert.formats import FORMATS
+from megatron_sp.convert.model import Options
 from megatron_sp.convert.reference import Rows
-from megatron_sp.convert.verify import verify
+from megatron_sp.convert.verify import Transformers, verify
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_sp.convert.formats.deepspeed import MegatronDeepSpeed
-from megatron_sp.convert.model import Model
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import Model, Options
 
 HIDDEN, HEADS, LAYERS, VOCAB, POSITIONS, FFN, STEPS = 24, 4, 3, 37, 16, 20, 3
 KINDS = ("exp_avg", "exp_avg_sq")

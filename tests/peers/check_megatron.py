@@ -38,10 +38,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_sp.commands.cli import main as megatron_sp
-from megatron_sp.convert.backends import backend_of
 from megatron_sp.convert.formats.native import Native
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import Options
 from megatron_sp.convert.reference import NEXT, Rows
+from megatron_sp.convert.verify import backend_of
 
 STEP, LAYERS, HIDDEN, HEADS, FFN, POSITIONS, VOCAB, PADDED = 3, 3, 48, 4, 80, 24, 59, 64
 LIMIT = 2e-5  # relative to the largest logit, fp32

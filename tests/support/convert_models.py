@@ -13,8 +13,7 @@ from megatron_sp.checkpoint.stream import NativeReader
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats.native import Native
-from megatron_sp.convert.model import KINDS, Model, parameter_shapes
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import KINDS, Model, Options, parameter_shapes
 
 SIZES: dict[str, Any] = {
     "num_layers": 3,

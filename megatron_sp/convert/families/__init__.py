@@ -1,1 +1,36 @@
 """Model families of Hugging Face: their config.json and tensor names, mapped to ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.convert.families.bert import Bert, MegatronBert
+from megatron_sp.convert.families.decoders import GPT2, GPTNeoX, Llama, Mistral, Mixtral, Olmoe, Qwen2, Qwen3Moe
+from megatron_sp.convert.families.family import Family
+from megatron_sp.convert.model import Model
+from megatron_sp.utils.errors import CheckpointError
+
+_ALL = (GPT2, Llama, Mistral, Qwen2, GPTNeoX, Mixtral, Qwen3Moe, Olmoe, Bert, MegatronBert)
+FAMILIES: dict[str, Family] = {family.model_type: family() for family in _ALL}
+
+
+def family_named(document: dict[str, Any], path: Path) -> Family:
+    """Return the family that a Hugging Face configuration names. Raises CheckpointError if there is none."""
+    name = document.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(f"{path}: model_type is {str(name)[:100]!r}: only {', '.join(FAMILIES)} can be converted")
+    return FAMILIES[name]
+
+
+def family_for(model: Model) -> Family:
+    """Return the family that computes what a model does: the one it came from if it fits, else the first that does."""
+    original = model.settings.get("hf")
+    first = original.get("model_type") if isinstance(original, dict) else None
+    families = sorted(FAMILIES.values(), key=lambda family: family.model_type != first)
+    problems = {family.model_type: family.fits(model.config) for family in families}
+    for family in families:
+        if problems[family.model_type] is None:
+            return family
+    reasons = "\n".join(f"  {name}: {problem}" for name, problem in problems.items())
+    raise CheckpointError(f"no class of Hugging Face computes what this model does:\n{reasons}")

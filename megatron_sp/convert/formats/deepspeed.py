@@ -28,34 +28,37 @@ from megatron_sp.convert.formats.deepspeed_files import (
     plain_name,
     step_in_name,
 )  # fmt: skip
-from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, Shares, parameters, read_parameter
 from megatron_sp.convert.formats.deepspeed_write import prefix_of
 from megatron_sp.convert.formats.deepspeed_zero import (
+    FILES,
     MASTER,
     MOMENTS,
+    STEP,
+    Share,
+    Shares,
     Stored,
     Stretches,
     dtype_of,
     gather,
+    parameters,
+    read_parameter,
     require_devices,
 )
-from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
-from megatron_sp.convert.formats.megatron_facts import facts_of, true_size
+from megatron_sp.convert.formats.megatron_args import config_of, facts_of, neighbours_of, true_size
 from megatron_sp.convert.formats.megatron_files import Written, require_one_save
-from megatron_sp.convert.formats.megatron_names import canonical, ignored
-from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
+from megatron_sp.convert.formats.megatron_layout import HEAD, Cut, QkvOrder, Shard, canonical, ignored, shard_copies
 from megatron_sp.convert.model import (
     OPTIMIZER,
     Coverage,
     Fate,
     LossScale,
     Model,
+    Options,
+    Progress,
     match_tensors,
     parameter_shapes,
     require_sound,
 )  # fmt: skip
-from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizers import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.strict_json import is_count

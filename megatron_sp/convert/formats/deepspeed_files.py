@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
-from megatron_sp.convert.formats.format import require_inside
+from megatron_sp.convert.model import require_inside
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import read_small_file
 

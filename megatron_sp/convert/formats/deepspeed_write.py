@@ -27,16 +27,11 @@ from megatron_sp.convert.archive.torch_files import Object
 from megatron_sp.convert.archive.torch_writer import LazyFlat, write_torch_file
 from megatron_sp.convert.copies import Correspondence, Scattered
 from megatron_sp.convert.formats.counters import deepspeed_scaler
-from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, parameter_entry, universal_info
-from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS
-from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, require_fit
-from megatron_sp.convert.formats.megatron_facts import padded_size
-from megatron_sp.convert.formats.megatron_names import is_decayed, position, written
-from megatron_sp.convert.formats.megatron_shards import Cut, Shard, shard_copies
+from megatron_sp.convert.formats.deepspeed_zero import FILES, MASTER, MOMENTS, STEP, parameter_entry, universal_info
+from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, padded_size, require_fit
+from megatron_sp.convert.formats.megatron_layout import Cut, Shard, is_decayed, position, shard_copies, written
 from megatron_sp.convert.formats.megatron_write import lazy, nested, require_layout, require_state, scheduler, training
-from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import OPTIMIZER, Model, Options, Progress, parameter_shapes
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import fsync_dir, write_synced
 

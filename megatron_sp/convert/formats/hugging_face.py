@@ -17,11 +17,9 @@ from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert import tokenizers
 from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile, require_dtype
 from megatron_sp.convert.copies import Correspondence, Gathered, Index, LastRead, Scattered, TensorInfo, TensorStore
+from megatron_sp.convert.families import family_for, family_named
 from megatron_sp.convert.families.family import ROTARY, Family, Settings, Tensors
-from megatron_sp.convert.families.registry import family_for, family_named
-from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.model import Model, match_tensors, parameter_shapes, require_sound
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import Model, Options, Progress, match_tensors, parameter_shapes, require_sound
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
 from megatron_sp.utils.strict_json import open_regular, parse_object, read_small_file

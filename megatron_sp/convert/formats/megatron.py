@@ -16,9 +16,7 @@ from megatron_sp.convert.copies import Correspondence, Gathered
 from megatron_sp.convert.families.family import Settings
 from megatron_sp.convert.formats import megatron_write
 from megatron_sp.convert.formats.counters import of_megatron, scheduled_of
-from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
-from megatron_sp.convert.formats.megatron_facts import Facts, facts_of, true_size
+from megatron_sp.convert.formats.megatron_args import Facts, config_of, facts_of, neighbours_of, true_size
 from megatron_sp.convert.formats.megatron_files import (
     DISTRIBUTED,
     ModelChunk,
@@ -31,10 +29,27 @@ from megatron_sp.convert.formats.megatron_files import (
     places,
     rank_folders,
 )  # fmt: skip
-from megatron_sp.convert.formats.megatron_names import ignored, is_decayed, registered
-from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
-from megatron_sp.convert.model import OPTIMIZER, Fate, LossScale, Model, match_tensors, parameter_shapes, require_sound
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.formats.megatron_layout import (
+    HEAD,
+    Cut,
+    QkvOrder,
+    Shard,
+    ignored,
+    is_decayed,
+    registered,
+    shard_copies,
+)
+from megatron_sp.convert.model import (
+    OPTIMIZER,
+    Fate,
+    LossScale,
+    Model,
+    Options,
+    Progress,
+    match_tensors,
+    parameter_shapes,
+    require_sound,
+)
 from megatron_sp.convert.tokenizers import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.strict_json import is_count

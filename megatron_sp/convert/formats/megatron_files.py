@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
 from megatron_sp.convert.copies import TensorInfo
-from megatron_sp.convert.formats import megatron_names as names
-from megatron_sp.convert.formats.format import require_inside
-from megatron_sp.convert.formats.megatron_shards import Shard
+from megatron_sp.convert.formats import megatron_layout as names
+from megatron_sp.convert.formats.megatron_layout import Shard
+from megatron_sp.convert.model import require_inside
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import is_count, read_small_file
 

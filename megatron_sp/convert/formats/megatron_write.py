@@ -15,22 +15,22 @@ from megatron_sp.config.schema import Config
 from megatron_sp.convert.archive.torch_writer import LazyTensor, write_torch_file
 from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, TensorInfo
 from megatron_sp.convert.formats.counters import megatron_scaler
-from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, require_fit
-from megatron_sp.convert.formats.megatron_facts import padded_size
+from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, padded_size, require_fit
 from megatron_sp.convert.formats.megatron_files import MODEL, TRACKER, rank_name
-from megatron_sp.convert.formats.megatron_names import (
+from megatron_sp.convert.formats.megatron_layout import (
+    HEAD,
     LAST,
+    Cut,
     Names,
+    Shard,
     extra_states,
     is_decayed,
     position,
     registered,
+    shard_copies,
     written,
 )
-from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Shard, shard_copies
-from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import OPTIMIZER, Model, Options, Progress, parameter_shapes
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import fsync_dir, write_synced
 

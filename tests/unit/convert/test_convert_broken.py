@@ -22,8 +22,8 @@ from megatron_sp.commands.cli import main
 from megatron_sp.convert.command import is_out_of_memory
 from megatron_sp.convert.copies import LastRead
 from megatron_sp.convert.formats.deepspeed_files import number
+from megatron_sp.convert.formats.megatron_args import facts_of
 from megatron_sp.convert.formats.megatron_dist import is_flattened
-from megatron_sp.convert.formats.megatron_facts import facts_of
 from megatron_sp.convert.model import build, nearest, parameter_shapes, require_sound
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG, CheckpointError
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from megatron_sp.checkpoint.stream import NativeReader
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert.formats import FORMATS
 from megatron_sp.convert.formats.deepspeed import MegatronDeepSpeed
-from megatron_sp.convert.formats.registry import FORMATS
-from megatron_sp.convert.model import Model
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import Model, Options
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG, CheckpointError, ConfigError
 
 READER = MegatronDeepSpeed()

@@ -18,8 +18,8 @@ from torch import Tensor, serialization
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.family import Settings
-from megatron_sp.convert.formats.registry import FORMATS
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.formats import FORMATS
+from megatron_sp.convert.model import Options
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

@@ -15,12 +15,12 @@ from support.convert_models import MODELS, Tensors, contents, random_model, writ
 
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.backends import class_of
+from megatron_sp.convert.families import FAMILIES
 from megatron_sp.convert.families.family import Settings
-from megatron_sp.convert.families.registry import FAMILIES
+from megatron_sp.convert.formats.megatron_args import tokenizer_size
 from megatron_sp.convert.formats.megatron_dist import DistStore
-from megatron_sp.convert.formats.megatron_facts import tokenizer_size
 from megatron_sp.convert.formats.native import _count
+from megatron_sp.convert.verify import class_of
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DISK, CheckpointError
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert.formats import FORMATS, detect
 from megatron_sp.convert.formats.native import Native
-from megatron_sp.convert.formats.registry import FORMATS, detect
-from megatron_sp.convert.model import KINDS, Model, parameter_shapes
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import KINDS, Model, Options, parameter_shapes
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
 
 BIG = {"num_layers": 2, "ffn_hidden_size": 24}

@@ -14,12 +14,10 @@ from support.megatron_files import Kind, rank_trees, save
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert import reference as megatron
-from megatron_sp.convert.backends import Ours, Reference
 from megatron_sp.convert.formats.megatron import Megatron
-from megatron_sp.convert.model import Model, parameter_shapes
-from megatron_sp.convert.options import Options
+from megatron_sp.convert.model import Model, Options, parameter_shapes
 from megatron_sp.convert.reference import Rows
-from megatron_sp.convert.verify import LIMITS, Result, compare
+from megatron_sp.convert.verify import LIMITS, Ours, Reference, Result, compare
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {**SIZES, "num_layers": 4, "gelu_approximate": "tanh"},

@@ -15,9 +15,9 @@ from support.convert_models import MODELS, Tensors, contents, random_model, stor
 from torch import Tensor
 
 from megatron_sp.commands.cli import main
-from megatron_sp.convert import backends as sides
-from megatron_sp.convert.formats.registry import FORMATS
-from megatron_sp.convert.options import Options
+from megatron_sp.convert import verify as sides
+from megatron_sp.convert.formats import FORMATS
+from megatron_sp.convert.model import Options
 from megatron_sp.convert.reference import NEXT
 from megatron_sp.convert.verify import _compare, _tell_all, verify
 from megatron_sp.ops.availability import Kernel

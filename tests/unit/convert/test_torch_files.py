@@ -29,9 +29,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, serialization
 
-from megatron_sp.convert.archive.torch_files import DTYPES, Object, TensorRecord, TorchFile, read_records
+from megatron_sp.convert.archive.torch_files import DTYPES, MAX_PICKLE_BYTES, Object, TensorRecord, TorchFile, read_records
 from megatron_sp.convert.archive.torch_writer import LazyFlat, LazyTensor, write_torch_file
-from megatron_sp.convert.archive.zipped import MAX_PICKLE_BYTES
 from megatron_sp.utils.errors import CheckpointError
 
 LEGACY = {"_use_new_zipfile_serialization": False}
