@@ -27,7 +27,7 @@ from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.formats import FORMATS, detect
 from megatron_sp.convert.formats.native import ForeignModel
-from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model, Options, Overrides, Progress, Writer
+from megatron_sp.convert.model import Model, Options, Progress, Writer, looked_at, parse_settings
 from megatron_sp.utils.entry_point import is_out_of_memory
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.files import free_bytes, fsync_dir, require_place, write_output, write_synced
@@ -36,11 +36,13 @@ from megatron_sp.utils.format import format_parameters
 REPORT = "conversion.json"
 _SPACE_FACTOR = 1.05
 _MAX_METADATA_MB = 1024
+_SECONDS = 10.0  # between two lines of progress
 _RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats with a file per rank
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1, "B": 1}
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     try:
         return _run(args)
     except CheckpointError as error:
@@ -72,16 +74,15 @@ def _run(args: argparse.Namespace) -> int:
     if source.name == "megatron_sp" and (foreign := ForeignModel.read(args.input, options)) is not None:
         return _export(foreign, args, options)
     model = source.read(args.input, options)
-    _tell(f"{args.input}: {source.name}, {describe(model)}")
+    has_optimizer = bool(model.kinds())
+    _tell(f"{args.input}: {source.name}, {_describe(model)}")
     num_told = len(model.notes)
-    for note in model.notes:
+    for note in (*model.notes, *_about_widening(model, options, args)):
         _tell(f"note: {note}")
-    if line := _about_widening(model, options, args):
-        _tell(f"note: {line}")
-    if model.has_optimizer and options.optimizer and not target.holds_optimizer:
+    if has_optimizer and options.optimizer and not target.holds_optimizer:
         _tell(f"note: the optimizer's state is left out: {target.name} cannot hold it")
     finite = FiniteTensors(allow=args.allow_non_finite)
-    model.store = LookedAt(model.store, finite, options.dtype)
+    model.store = looked_at(model.store, finite, options.dtype)
     report = {
         "from": source.name, "input": str(args.input), "to": args.target, "step": model.step,
         "megatron_sp": __version__,
@@ -95,7 +96,11 @@ def _run(args: argparse.Namespace) -> int:
           f" {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")  # fmt: skip
     for note in (*model.notes[num_told:], *finite.notes()):  # the writer's notes
         _tell(f"note: {note}")
-    _show_fates(model, everything=args.show_tensors)
+    for fate in model.fates if args.show_tensors else ():
+        print(f"{_plain(fate.name)} -> {fate.went or 'dropped'}{': ' + fate.why if fate.why else ''}")
+    dropped = Counter(fate.why for fate in model.fates if not fate.went and not args.show_tensors)
+    for why, count in dropped.items():
+        _tell(f"dropped {count} tensor{'s' if count > 1 else ''}: {why}")
     if args.report is not None:
         try:
             write_output(args.report, json.dumps(report, indent=1) + "\n")
@@ -109,26 +114,23 @@ def _run(args: argparse.Namespace) -> int:
     return verify(source, args.input, target, args.output, options, args.verify_text, _tell)
 
 
-def _about_widening(model: Model, options: Options, args: argparse.Namespace) -> str:
+def _about_widening(model: Model, options: Options, args: argparse.Namespace) -> Iterator[str]:
     # 16-bit weights do not become more exact in float32
-    tensors = model.store.tensors()
-    narrow = {
-        info.dtype for name, info in tensors.items() if not name.startswith(OPTIMIZER) and info.dtype.itemsize == 2
-    }
+    narrow = {info.dtype for info in model.weights().values() if info.dtype.itemsize == 2}
     if options.dtype != torch.float32 or not narrow:
-        return ""
+        return
     note = (f"the weights are in {str(narrow.pop()).removeprefix('torch.')}, and float32 has the same numbers in more"
             " bytes")  # fmt: skip
-    if any(name.startswith(f"{OPTIMIZER}master.") for name in tensors):
+    if "master" in model.kinds():
         step = "" if args.step is None else f"/checkpoints/step-{args.step:06d}"
         note += ("; the optimizer's master copies have more of them: megatron-sp ckpt merge --weights-only --dtype fp32"
                  f" {args.input}{step} --output DIR makes a run of these, to be converted instead")  # fmt: skip
-    return note
+    yield note
 
 
 def _export(model: ForeignModel, args: argparse.Namespace, options: Options) -> int:
     _tell(f"{args.input}: {model.describe()}")
-    if args.target != model.name:
+    if args.target != "hf":
         raise CheckpointError(f"{args.input} is of a model of transformers, under its own names: write it with --to hf,"
                               f" and convert that folder to {args.target} if its family is one that can"
                               " be")  # fmt: skip
@@ -144,12 +146,11 @@ def _export(model: ForeignModel, args: argparse.Namespace, options: Options) -> 
     return EXIT_OK
 
 
-def describe(model: Model) -> str:
+def _describe(model: Model) -> str:
     count = sum(torch.Size(info.shape).numel() for name, info in model.weights().items() if not is_expert_bias(name))
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in model.dtypes))
     kind = "classifier" if model.num_classes else "BERT" if model.config.is_bert else "GPT"
-    step = f", step {model.step}" if model.step else ""
-    state = "with" if model.has_optimizer else "without"
+    step, state = f", step {model.step}" if model.step else "", "with" if model.kinds() else "without"
     return f"{kind} of {format_parameters(count)} parameters in {dtypes}{step}, {state} optimizer state"
 
 
@@ -164,23 +165,18 @@ def _options(args: argparse.Namespace) -> Options:
         raise ConfigError(f"--max-metadata-mb ({args.max_metadata_mb}) must be from 1 to {_MAX_METADATA_MB}")
     if args.step is not None and args.step < 0:
         raise ConfigError(f"--step ({args.step}) must be at least 0")
+    size = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", args.max_shard_size)  # 5GB, or a plain number
+    max_shard_bytes = float(size[1]) * _UNITS.get(size[2].upper(), 0) if size else 0
+    if max_shard_bytes < 1:
+        raise ConfigError(f"--max-shard-size ({args.max_shard_size[:40]}) must be a size: 5GB, 500MB, 1GiB")
     return Options(
         step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer,
         optimizer=not args.no_optimizer, dtype=getattr(torch, args.dtype) if args.dtype else None,
         tp=args.target_tensor_parallel_size, pp=args.target_pipeline_parallel_size, ep=args.target_expert_parallel_size,
-        max_shard_bytes=parse_size(args.max_shard_size), given=Overrides.parse(args.set),
-        megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout,
-        deepspeed_qkv_layout=args.deepspeed_qkv_layout,
+        max_shard_bytes=int(max_shard_bytes), given=parse_settings(args.set), megatron_names=args.megatron_names,
+        deepspeed_layout=args.deepspeed_layout, deepspeed_qkv_layout=args.deepspeed_qkv_layout,
         max_metadata_mb=args.max_metadata_mb or MAX_METADATA_BYTES >> 20,
     )  # fmt: skip
-
-
-def parse_size(text: str) -> int:
-    """Convert "5GB", "500MB", "1GiB" or a plain number to bytes."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
-        raise ConfigError(f"--max-shard-size ({text[:40]}) must be a size: 5GB, 500MB, 1GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _require_use(args: argparse.Namespace, source: str) -> None:
@@ -190,7 +186,7 @@ def _require_use(args: argparse.Namespace, source: str) -> None:
         "--qkv-layout": (args.qkv_layout is not None, _RANKS),
         "--max-metadata-mb": (args.max_metadata_mb is not None, ("megatron-dist",)),
     }  # fmt: skip
-    written = {
+    write = {
         "--target-tensor-parallel-size": (args.target_tensor_parallel_size > 1, _RANKS),
         "--target-pipeline-parallel-size": (args.target_pipeline_parallel_size > 1, _RANKS),
         "--target-expert-parallel-size": (args.target_expert_parallel_size > 1, ("megatron",)),
@@ -199,22 +195,12 @@ def _require_use(args: argparse.Namespace, source: str) -> None:
         "--deepspeed-qkv-layout": (args.deepspeed_qkv_layout != "flat", ("megatron-deepspeed",)),
         "--max-shard-size": (args.max_shard_size != MAX_SHARD_SIZE, ("hf",)),
     }
-    for what, name, flags in (("--from", source, read), ("--to", args.target, written)):
+    for what, name, flags in (("--from", source, read), ("--to", args.target, write)):
         useless = [flag for flag, (is_given, formats) in flags.items() if is_given and name not in formats]
         if useless:
             users = flags[useless[0]][1]
             raise ConfigError(f"{', '.join(useless)} would change nothing for {what} {name}: {useless[0]} is for"
                               f" {', '.join(users)}; leave it out")  # fmt: skip
-
-
-def _show_fates(model: Model, *, everything: bool) -> None:
-    dropped = [fate for fate in model.fates if not fate.went]
-    if everything:
-        for fate in model.fates:
-            print(f"{_plain(fate.name)} -> {fate.went or 'dropped'}{': ' + fate.why if fate.why else ''}")
-    elif dropped:
-        for why, count in Counter(fate.why for fate in dropped).items():
-            _tell(f"dropped {count} tensor{'s' if count > 1 else ''}: {why}")
 
 
 def _plain(name: str) -> str:
@@ -277,6 +263,7 @@ def convert(
 
 
 def require_absent(output: Path) -> None:
+    """Refuse to write over something."""
     try:
         is_there = output.exists() or output.is_symlink()
     except OSError as error:
@@ -302,9 +289,6 @@ def _removed_unless_done(staging: Path) -> Iterator[None]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-_SECONDS = 10.0  # between two lines
-
-
 class Bar:
     """Progress display, used in a ``with`` statement."""
 
@@ -325,6 +309,7 @@ class Bar:
         return self
 
     def advance(self, num_bytes: int) -> None:
+        """Count bytes that have been written."""
         self.done += num_bytes
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done)

@@ -2,9 +2,7 @@
 
 Nothing here uses the conversion's lists of tensors, or our model and its ops. A block is computed as tensor-parallel
 ranks would: each slice is split into its own heads, in the row order of its checkpoint version; outputs of row-parallel
-layers are summed over the ranks; vocabulary shards are looked up and multiplied one by one. Both naming schemes are
-read: that of Megatron-LM until 2024 and Megatron-DeepSpeed, and that of Megatron core. The weights of one block are in
-memory at a time.
+layers are summed over the ranks. The weights of one block are in memory at a time.
 
 Letters: b sequences, s positions, h hidden, n query heads, g key/value heads, d channels of a head, f width of the MLP.
 """
@@ -30,7 +28,7 @@ NEXT, MASKED, ORDER, CLASSES = "next-token logits", "masked-token logits", "orde
 OUTPUTS = (NEXT, MASKED, ORDER, CLASSES)  # [b, s, v], [b, s, v], [b, 2] and [b, classes]
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
-_NUMBERED = re.compile(r"(?:model)(\d*)")
+_NUMBERED = re.compile(r"model(\d*)")
 # Each part of a block: its names in core, and in older files.
 _NAMES = {
     "qkv": ("self_attention.linear_qkv", "self_attention.query_key_value", "attention.query_key_value"),
@@ -189,22 +187,20 @@ class DistPart(Part):
 
     def get_if(self, *names: str) -> Tensor | None:
         for name in names:
-            stacked = _LAYER.fullmatch(name)
             if name in self.names:
                 return self.cast(self.folder.read(name))
-            if stacked is not None and stacked[1] + stacked[3] in self.names:
-                return self.cast(self._row(stacked[1] + stacked[3], int(stacked[2])))
+            layer = _LAYER.fullmatch(name)
+            if layer is None or layer[1] + layer[3] not in self.names:
+                continue
+            tensor, row = self.folder.tensors[layer[1] + layer[3]], int(layer[2])
+            result = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
+            for (offsets, sizes), place in tensor.chunks:
+                if offsets[0] <= row < offsets[0] + sizes[0]:  # only the chunks with this layer are read
+                    chunk = TorchFile(self.path / place.file, (place.offset, place.length)).tree.read()
+                    region = tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))
+                    result[region] = chunk[row - offsets[0]]
+            return self.cast(result)
         return None
-
-    def _row(self, name: str, row: int) -> Tensor:
-        tensor = self.folder.tensors[name]
-        result = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
-        for (offsets, sizes), place in tensor.chunks:
-            if offsets[0] <= row < offsets[0] + sizes[0]:  # only the chunks with this layer are read
-                chunk = TorchFile(self.path / place.file, (place.offset, place.length)).tree.read()
-                region = tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))
-                result[region] = chunk[row - offsets[0]]
-        return result
 
     def layers(self) -> int:
         numbered = {match[2] for name in self.names if (match := _LAYER.fullmatch(name))}
@@ -213,6 +209,7 @@ class DistPart(Part):
 
 class Megatron:
     """A Megatron model, computed from its parts.
+
     ``parts[t]`` are those of tp rank t in the order of the layers; ``tree`` has what is stored beside the weights;
     ``given`` are settings of --set, which override the arguments in the files.
     """
@@ -221,29 +218,36 @@ class Megatron:
         self, parts: Sequence[Sequence[Part]], tree: Mapping[str, Any], qkv_layout: str | None, vocab_size: int,
         given: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.parts, self.tp, self.vocab_size = parts, len(parts), vocab_size
-        self.args = {**_arguments(tree), **_as_arguments(given)}
-        if self.args.get("num_attention_heads") is None:
+        self.parts, self.tp, self.vocab_size, first = parts, len(parts), vocab_size, parts[0][0]
+        saved = tree.get("args")
+        values = saved.attributes if isinstance(saved, Object) else saved if isinstance(saved, dict) else {}
+        a = {str(name): None if isinstance(value, Object) else value for name, value in values.items()}
+        if unknown := sorted(set(given) - _GIVEN - _BY_SHAPE):
+            raise Unsupported(f"--set {', '.join(name.replace('_', '-') for name in unknown)} is not computed by it")
+        a |= {name: value for name, value in given.items() if name in _GIVEN}
+        if "position_embedding_type" in given:
+            a["use_rotary_position_embeddings"] = False
+        if given.get("window_size") is not None:
+            a["window_size"] = (given["window_size"] - 1, 0)
+        if a.get("num_attention_heads") is None:
             raise Unsupported("the files do not hold the arguments of the training, and no --set num-attention-heads=N"
                               " stands for them")  # fmt: skip
-        if self.args.get("num_experts") not in (None, 0, 1, [1]):
+        if a.get("num_experts") not in (None, 0, 1, [1]):
             raise Unsupported("it does not compute experts")
+        self.args = a
         version, stated = float(tree.get("checkpoint_version", 0) or 0), tree.get("qkv_layout")
         by_version = "v0" if version < 1 else "v1" if version < 2 else "interleaved"
-        self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in parts[0][0].names)
+        self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in first.names)
         self.order = qkv_layout or (stated if stated in _ORDERS else by_version)
         if self._is_core:
             self.order = "interleaved"
-        self._take_arguments()
-
-    def _take_arguments(self) -> None:
-        a, first = self.args, self.parts[0][0]
         self.dtype = self._words(0).dtype  # of the weights
-        heads, hidden = int(a["num_attention_heads"]), int(a.get("hidden_size") or self._words(0).shape[1])
+        hidden = int(a.get("hidden_size") or self._words(0).shape[1])
+        heads = int(a["num_attention_heads"])  # type: ignore[arg-type]
         self.heads, self.head_dim = heads // self.tp, int(a.get("kv_channels") or hidden // heads)
         self.eps = float(a.get("norm_epsilon") or a.get("layernorm_epsilon") or 1e-5)
         self._plus_one = bool(a.get("apply_layernorm_1p") or a.get("layernorm_zero_centered_gamma"))
-        self._is_bert = any("lm_head.dense" in name for name in self.parts[0][-1].names)
+        self._is_bert = any("lm_head.dense" in name for name in parts[0][-1].names)
         has_bias = self._pair(first, 0, "first").bias is not None
         normalization = a.get("normalization") or ("LayerNorm" if has_bias else "RMSNorm")
         self.rms = str(normalization).lower() == "rmsnorm"  # Megatron-DeepSpeed spells it in lower case
@@ -292,7 +296,7 @@ class Megatron:
         # [b, s, h] -> [b, s, h]: the sum of what the ranks compute, and the biases of row-parallel layers once
         places = [self._place(rank, layer) for rank in range(self.tp)]
         for part, norm_name, compute in (("out", "first", self._attention), ("down", "second", self._mlp)):
-            y = norm(x, self._scale(*places[0], norm_name), self.eps, rms=self.rms)
+            y = self._norm(x, *self._pair(*places[0], norm_name))
             total = sum((compute(y, *place, allowed) for place in places), torch.zeros_like(x))
             bias = self._pair(*places[0], part).bias
             x = x + (total if bias is None else total + bias)
@@ -305,8 +309,8 @@ class Megatron:
         rows = (Pair(*pair)(x) for pair in zip(weights, biases, strict=True))
         q, k, v = (rearrange(row, "... (n d) -> ... n d", d=self.head_dim) for row in rows)
         if self._find(part, layer, "query norm", "weight") is not None:
-            q = norm(q, self._scale(part, layer, "query norm"), self.eps, rms=self.rms)
-            k = norm(k, self._scale(part, layer, "key norm"), self.eps, rms=self.rms)
+            q = self._norm(q, *self._pair(part, layer, "query norm"))
+            k = self._norm(k, *self._pair(part, layer, "key norm"))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         return attend(q, k, v, allowed) @ self._pair(part, layer, "out").weight.T
@@ -334,11 +338,8 @@ class Megatron:
             raise CheckpointError(f"{part.path}: layer {layer} has no {' or '.join(_NAMES[which])}")
         return Pair(weight, self._find(part, layer, which, "bias"))
 
-    def _scale(self, part: Part, layer: int, which: str) -> Pair:
-        return self._scaling(*self._pair(part, layer, which))
-
-    def _scaling(self, weight: Tensor, bias: Tensor | None) -> Pair:
-        return Pair(weight + 1 if self._plus_one else weight, bias)
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return norm(x, Pair(weight + 1 if self._plus_one else weight, bias), self.eps, rms=self.rms)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n, d = self.heads, self.head_dim
@@ -359,7 +360,7 @@ class Megatron:
         last, lasts = self.parts[0][-1], [parts[-1] for parts in self.parts]
         weight = last.get_if(*(f"{stack}final_layernorm.weight" for stack in _STACKS))
         bias = last.get_if(*(f"{stack}final_layernorm.bias" for stack in _STACKS))
-        x = norm(x, self._scaling(weight, bias), self.eps, rms=self.rms)  # type: ignore[arg-type]
+        x = self._norm(x, weight, bias)  # type: ignore[arg-type]
         if not self._is_bert:
             is_untied = self.args.get("untie_embeddings_and_output_weights", any(name in last.names for name in _HEAD))
             heads = [part.get(*_HEAD) if is_untied else self._words(rank) for rank, part in enumerate(lasts)]
@@ -368,7 +369,7 @@ class Megatron:
         y = Pair(last.get("lm_head.dense.weight"), last.get("lm_head.dense.bias"))(x)
         y = activate("gelu_tanh" if not self._is_core and self.args.get("openai_gelu") else "gelu", y)
         scales = (last.get(f"lm_head.layer_norm.{end}", f"lm_head.layernorm.{end}") for end in ("weight", "bias"))
-        y = norm(y, self._scaling(*scales), self.eps, rms=self.rms)
+        y = self._norm(y, *scales)
         biases = [part.get("output_layer.bias", "lm_head.bias") for part in lasts]
         shares = [y @ self._words(rank).T + bias for rank, bias in enumerate(biases)]
         yield MASKED, torch.cat(shares, dim=-1)[..., : self.vocab_size]
@@ -395,29 +396,10 @@ def open_folder(
         tree = TorchFile(folder / "common.pt").tree
         common = tree if isinstance(tree, dict) else {}
         return Megatron([[DistPart(dist, cast)]], common, qkv_layout, vocab_size, given or {})
-    if any(re.fullmatch(r"mp_rank_\d+_\d+_\d+", child.name) for child in folder.iterdir()):
-        raise Unsupported("it does not compute experts")
-    files = _rank_files(folder)
-    tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
-    parts = [_parts([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]
-    return Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size, given or {})
-
-
-def _parts(files: list[TorchFile], cast: Cast) -> list[Part]:
-    # of one tp rank, in the order of the layers: the first chunk of every stage, then the second, ...
-    parts: list[tuple[int, int, Part]] = []
-    for stage, file in enumerate(files):
-        trees = {match: tree for key, tree in file.tree.items() if (match := _NUMBERED.fullmatch(str(key)))}
-        for match, tree in trees.items():
-            parts.append((int(match[1] or 0), stage, Part(file, tree, cast)))
-        if not trees:
-            parts.append((0, stage, Part(file, file.tree.get("module"), cast)))
-    return [part for _, _, part in sorted(parts, key=lambda entry: entry[:2])]
-
-
-def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
     paths = {}
     for path in sorted(folder.iterdir()):
+        if re.fullmatch(r"mp_rank_\d+_\d+_\d+", path.name):
+            raise Unsupported("it does not compute experts")
         match = _RANK.fullmatch(path.name.removesuffix("_model_states.pt"))
         file = path / "model_optim_rng.pt" if path.is_dir() else path
         if match is not None and file.is_file():
@@ -430,21 +412,16 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
     elsewhere = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt")
     if any((folder / name).exists() for name in elsewhere):
         raise Unsupported("the weights are in other files than those of the mp ranks")
-    return files
-
-
-def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    args = tree.get("args")
-    values = args.attributes if isinstance(args, Object) else args if isinstance(args, dict) else {}
-    return {str(name): None if isinstance(value, Object) else value for name, value in values.items()}
-
-
-def _as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(given) - _GIVEN - _BY_SHAPE):
-        raise Unsupported(f"--set {', '.join(name.replace('_', '-') for name in unknown)} is not computed by it")
-    args = {name: value for name, value in given.items() if name in _GIVEN}
-    if "position_embedding_type" in args:
-        args["use_rotary_position_embeddings"] = False
-    if args.get("window_size") is not None:
-        args["window_size"] = (args["window_size"] - 1, 0)
-    return args
+    tp, pp, parts = 1 + max(t for t, _ in files), 1 + max(p for _, p in files), []
+    for rank in range(tp):
+        # in the order of the layers: the first chunk of every stage, then the second, ...
+        chunks: list[tuple[int, int, Part]] = []
+        for stage in range(pp):
+            opened = files[rank, stage]
+            trees = {match: tree for key, tree in opened.tree.items() if (match := _NUMBERED.fullmatch(str(key)))}
+            for match, tree in trees.items():
+                chunks.append((int(match[1] or 0), stage, Part(opened, tree, cast)))
+            if not trees:
+                chunks.append((0, stage, Part(opened, opened.tree.get("module"), cast)))
+        parts.append([part for _, _, part in sorted(chunks, key=lambda entry: entry[:2])])
+    return Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size, given or {})

@@ -1,14 +1,6 @@
 """A tokenizer on its way through a conversion: its files, its special ids, and what transformers must be told of it.
 
-Ids of the bos, eos and pad tokens go into config.json, and into generation_config.json for models that generate.
-Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama,
-whatever the tokenizer's are, and ``generate()`` may never stop. One that the tokenizer lacks is null. Checkpoints that
-came from Hugging Face keep their own.
-
-A tokenizer that was given by the flags of a training needs a ``tokenizer_config.json``. Without it transformers uses
-the architecture's usual tokenizer: it would lowercase the text for a cased vocabulary, and interpret a SentencePiece
-model like Llama's first one. For a SentencePiece model an equivalent ``tokenizer.json`` is written if one exists. If
-none does (a unigram model, NFKC), transformers is configured to compute ids with the sentencepiece library itself.
+Checkpoints that came from Hugging Face keep their own.
 """
 
 from __future__ import annotations
@@ -36,12 +28,15 @@ from megatron_sp.utils.errors import CheckpointError, ReportedError
 from megatron_sp.utils.files import fsync_dir, write_synced
 from megatron_sp.utils.strict_json import open_regular
 
+# Ids of the bos, eos and pad tokens go into config.json, and into generation_config.json for models that generate.
+# Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama,
+# whatever the tokenizer's are, and generate() may never stop. One that the tokenizer lacks is null.
 GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def special_ids(model: Model, folder: Path) -> tuple[dict[str, int | None], list[str]]:
-    """Return the ids of special tokens by their names in a Hugging Face configuration, and what to tell the user."""
+    """Return the ids of special tokens by their names in config.json, and what to tell the user."""
     tokenizer, why = _tokenizer(model, folder)
     if tokenizer is None:
         note = f"eos_token_id is null, so transformers' generate() never stops by itself: {why}"
@@ -56,7 +51,7 @@ def special_ids(model: Model, folder: Path) -> tuple[dict[str, int | None], list
 
 
 def write_generation_config(ids: dict[str, int | None], folder: Path, vocab_size: int) -> list[str]:
-    """Write generation_config.json unless the tokenizer came with one that fits the vocabulary; return user notes."""
+    """Write generation_config.json unless the tokenizer came with one that fits; return notes."""
     path = folder / GENERATION
     notes = []
     if path.exists():
@@ -152,6 +147,10 @@ def enter_tokenizer(data: DataConfig, files: dict[str, Path], folder: Path) -> N
     name_files(data, files, folder, files.get(CONFIG))
 
 
+# A tokenizer that was given by the flags of a training needs a tokenizer_config.json. Without it transformers uses the
+# architecture's usual tokenizer: it would lowercase the text for a cased vocabulary, and interpret a SentencePiece
+# model like Llama's first one. For a SentencePiece model an equivalent tokenizer.json is written if one exists. If none
+# does (a unigram model, NFKC), transformers is configured to compute ids with the sentencepiece library itself.
 _BY_SENTENCEPIECE = "SentencePieceBackend"
 """The class of transformers that reads a .model file with the library that made it; of version 5."""
 _NOT_BY_SENTENCEPIECE = ("mistral", "qwen2")

@@ -1,7 +1,8 @@
 """``--verify``: compare the logits of both sides of a conversion, and locate the first difference.
 
-The error of an output is max|a - b| / max|a|. 16-bit weights are computed in fp32; where the conversion has rounded the
-weights, those of the source are rounded too before computing, so that rounding cannot explain a difference.
+A side is our own model, the class of transformers, or the reference for Megatron's files. The error of an output is
+max|a - b| / max|a|. 16-bit weights are computed in fp32; where the conversion has rounded the weights, those of the
+source are rounded too before computing, so that rounding cannot explain a difference.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert import reference
 from megatron_sp.convert.copies import widest
+from megatron_sp.convert.families import FAMILIES
 from megatron_sp.convert.formats.deepspeed_files import find
 from megatron_sp.convert.formats.megatron_files import iteration_folder
 from megatron_sp.convert.model import Format, Model, Options, build, stored_names
@@ -29,95 +31,85 @@ from megatron_sp.data.tokenizers.kept import CONFIG, name_files
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK, CheckpointError, ConfigError
 
+LIMITS = {torch.float32: 2e-5, torch.float64: 1e-10}
+"""Largest error of logits, relative to the largest logit, by what they are computed in."""
+_SEED, _LENGTHS, _MAX_TEXT, _LONGEST = 1234, (48, 31, 7, 1), 64, 600
+_TOPICS = ("for", "class", "lambda")  # of Python's own documentation
+_MASK_EVERY = 7
+_CHOICE = {NEXT: "next token", MASKED: "masked token", ORDER: "order", CLASSES: "class"}
+
+Tell = Callable[[str], None]
 Computed = Iterator[tuple[str, Tensor]]
 
 
-class Backend(Protocol):
-    """One side of a comparison; both yield hidden states after the embedding and each layer, then the outputs."""
+class Side(NamedTuple):
+    """One side of a comparison."""
 
-    @property
-    def label(self) -> str:
-        """Name of the implementation, for the report."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Dtype of the weights it computes with; None if these are the weights that the conversion reads."""
-        ...
-
-    def compute(self, rows: Rows, cast: Cast) -> Computed:
-        """Yield results by name, [b, s, ...] or [b, ...]; each weight is passed through ``cast`` when it is read."""
-        ...
-
-
-class Ours:
-    """megatron_sp's own model with the weights that a format has read, which are loaded one block at a time."""
-
+    label: str  # name of the implementation, for the report
+    # yields hidden states after the embedding and each layer, then the outputs, by name: [b, s, ...] or [b, ...]; each
+    # weight is passed through the ``Cast`` when it is read
+    compute: Callable[[Rows, Cast], Computed]
+    # dtype of the weights it computes with; None if these are the weights that the conversion reads
     dtype: torch.dtype | None = None
+    is_transformers: bool = False
 
-    def __init__(self, source: Model, label: str = "megatron_sp") -> None:
-        self.source, self.label = source, label
 
-    @torch.no_grad()  # a ``with`` inside the generator would leave autograd off in the caller between two results
-    def compute(self, rows: Rows, cast: Cast) -> Computed:
-        is_bert, seen = self.source.config.is_bert, list[Tensor]()
-        dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
-        net = build(self.source.config, self.source.num_classes, dtype)
-        self._fill(net, cast, seen)
-        lengths = torch.tensor(rows.lengths) if is_bert else None
-        context = ForwardContext(AttentionMask(causal=not is_bert, key_lengths=lengths))
-        x = net.hidden(rows.tokens, context, types=rows.types if is_bert and self.source.config.token_types else None)
-        yield "embedding", seen[0].transpose(0, 1)
-        for layer, hidden in enumerate(seen[1:]):
-            yield f"layer {layer}", hidden.transpose(0, 1)
-        yield from _our_outputs(net, x)
+def our_side(source: Model, label: str = "megatron_sp") -> Side:
+    """Return our own model with the weights that a format has read, which are loaded one block at a time."""
+    return Side(label, lambda rows, cast: _compute_ours(source, rows, cast))
 
-    def _fill(self, net: LanguageModel, cast: Cast, seen: list[Tensor]) -> None:
-        blocks = list(net.stack.layers)
-        prefixes = [unit.name for unit in net.units() if unit.alike == "block"]
-        for name in stored_names(net):
-            if not name.startswith(tuple(f"{prefix}." for prefix in prefixes)):
-                self._load(net, [name], cast)
-        net.embedding.register_forward_hook(lambda module, inputs, x: seen.append(x))
-        for prefix, block in zip(prefixes, blocks, strict=True):
-            names = [f"{prefix}.{name}" for name in stored_names(block)]
-            block.register_forward_pre_hook(lambda module, inputs, names=names: self._load(net, names, cast))
-            block.register_forward_hook(lambda module, inputs, x, names=names: _forget(net, names))
-            block.register_forward_hook(lambda module, inputs, x: seen.append(x))
 
-    def _load(self, net: nn.Module, names: Iterable[str], cast: Cast) -> None:
-        specs = shard_specs(net)
+@torch.no_grad()  # a ``with`` inside the generator would leave autograd off in the caller between two results
+def _compute_ours(source: Model, rows: Rows, cast: Cast) -> Computed:
+    is_bert, seen = source.config.is_bert, list[Tensor]()
+    dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
+    net = build(source.config, source.num_classes, dtype)
+    specs = shard_specs(net)
+
+    def put(name: str, tensor: Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        value = tensor if is_expert_bias(name) else nn.Parameter(tensor, requires_grad=False)
+        setattr(net.get_submodule(owner), leaf, value)
+
+    def load(names: Iterable[str]) -> None:
         for name in names:
-            owner, _, leaf = name.rpartition(".")
-            stored = self.source.store.read(name)
+            stored = source.store.read(name)
             if is_expert_bias(name):  # never rounded
-                setattr(net.get_submodule(owner), leaf, stored.to(cast(torch.zeros((), dtype=torch.float32)).dtype))
+                put(name, stored.to(dtype))
                 continue
-            weight = cast(stored)
-            parameter = net.get_parameter(name)
-            if parameter.shape != specs[name].shape:  # padding rows of the vocabulary
-                padded = torch.zeros(parameter.shape, dtype=weight.dtype)
+            weight, shape = cast(stored), net.get_parameter(name).shape
+            if shape != specs[name].shape:  # padding rows of the vocabulary
+                padded = torch.zeros(shape, dtype=weight.dtype)
                 padded[: len(weight)] = weight
                 weight = padded
-            setattr(net.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+            put(name, weight)
 
+    def forget(names: Iterable[str]) -> None:
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            put(name, getattr(net.get_submodule(owner), leaf).to("meta"))
 
-def _forget(net: nn.Module, names: Iterable[str]) -> None:
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        empty = getattr(net.get_submodule(owner), leaf).to("meta")
-        empty = empty if is_expert_bias(name) else nn.Parameter(empty, requires_grad=False)
-        setattr(net.get_submodule(owner), leaf, empty)
-
-
-def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
+    blocks, prefixes = list(net.stack.layers), [unit.name for unit in net.units() if unit.alike == "block"]
+    in_blocks = tuple(f"{prefix}." for prefix in prefixes)
+    load(name for name in stored_names(net) if not name.startswith(in_blocks))
+    net.embedding.register_forward_hook(lambda module, inputs, x: seen.append(x))
+    for prefix, block in zip(prefixes, blocks, strict=True):
+        names = [f"{prefix}.{name}" for name in stored_names(block)]
+        block.register_forward_pre_hook(lambda module, inputs, names=names: load(names))
+        block.register_forward_hook(lambda module, inputs, x, names=names: forget(names))
+        block.register_forward_hook(lambda module, inputs, x: seen.append(x))
+    lengths = torch.tensor(rows.lengths) if is_bert else None
+    context = ForwardContext(AttentionMask(causal=not is_bert, key_lengths=lengths))
+    x = net.hidden(rows.tokens, context, types=rows.types if is_bert and source.config.token_types else None)
+    yield "embedding", seen[0].transpose(0, 1)
+    for layer, hidden in enumerate(seen[1:]):
+        yield f"layer {layer}", hidden.transpose(0, 1)
     if isinstance(net, GPTModel):
         yield NEXT, net.logits(x).transpose(0, 1)
     elif isinstance(net, BertClassifier):
@@ -128,34 +120,17 @@ def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
             yield ORDER, net.binary_head(net.pooled(x))
 
 
-class Reference:
-    """A model of Megatron's computed from its files without the conversion's own code."""
+def transformers_side(folder: Path, document: dict[str, Any], tensors: set[str]) -> Side:
+    """Return the transformers model of a folder, loaded from that folder only: no network, no code of a model's own.
 
-    label = "the reference in plain torch"
-
-    def __init__(self, open_files: Callable[[Cast], reference.Megatron], dtype: torch.dtype | None = None) -> None:
-        self.open_files, self.dtype = open_files, dtype
-
-    @torch.no_grad()
-    def compute(self, rows: Rows, cast: Cast) -> Computed:
-        yield from self.open_files(cast).run(rows)
-
-
-class Transformers:
-    """The transformers model of a folder, loaded from that folder only: no network, no code that comes with a model.
-
-    The whole model is held in memory.
+    ``tensors`` are the names in the files: they tell the class that computes all heads. The whole model is in memory.
     """
+    has_order, classifies = "cls.seq_relationship.weight" in tensors, "classifier.weight" in tensors
+    cls = FAMILIES[document["model_type"]].architecture(classifies=classifies, has_order=has_order)
+    label = f"transformers {availability.find('transformers').version}, {cls}"
 
-    dtype: torch.dtype | None = None
-
-    def __init__(self, folder: Path, document: dict[str, Any], tensors: Iterable[str]) -> None:
-        self.folder = folder
-        self.cls = class_of(document, set(tensors))
-        self.label = f"transformers {availability.find('transformers').version}, {self.cls}"
-
-    def compute(self, rows: Rows, cast: Cast) -> Computed:
-        net = self._load(cast)
+    def compute(rows: Rows, cast: Cast) -> Computed:
+        net = _load_transformers(folder, cls, label, cast)
         lists = (module for module in net.modules() if isinstance(module, nn.ModuleList))
         layers = next(blocks for blocks in lists if len(blocks) == net.config.num_hidden_layers)
         seen: list[Tensor] = []
@@ -170,107 +145,96 @@ class Transformers:
         for layer in layers:
             layer.register_forward_hook(after)
         more: dict[str, Any] = {}
-        if "Bert" in self.cls:
+        if "Bert" in cls:
             inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
             more = {"token_type_ids": rows.types, "attention_mask": inside.long()}
         try:
             with torch.no_grad():
                 outputs = net(input_ids=rows.tokens, **more)
         except Exception as error:  # of many types: config.json asks for something that this version does not compute
-            raise CheckpointError(f"{self.label} cannot compute {self.folder}: {_short(error)}") from None
+            raise CheckpointError(f"{label} cannot compute {folder}: {_short(error)}") from None
         yield "embedding", seen[0]
         yield from ((f"layer {i}", hidden) for i, hidden in enumerate(seen[1:]))
-        yield from _their_outputs(self.cls, outputs)
+        if cls.endswith("ForPreTraining"):
+            yield MASKED, outputs.prediction_logits
+            yield ORDER, outputs.seq_relationship_logits
+        else:
+            name = CLASSES if cls.endswith("SequenceClassification") else MASKED if cls.endswith("MaskedLM") else NEXT
+            yield name, outputs.logits
 
-    def _load(self, cast: Cast) -> Any:
-        dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
-        with _offline():
-            transformers = availability.load("transformers")
-            try:
-                net, report = getattr(transformers, self.cls).from_pretrained(
-                    self.folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
-                    attn_implementation="eager", output_loading_info=True,
-                )  # fmt: skip
-            except Exception as error:  # its versions raise many types: the folder is not one that they read
-                raise CheckpointError(f"{self.label} cannot load {self.folder}: {_short(error)}") from None
-        lacking = sorted(report["missing_keys"]) + sorted(str(name) for name in report.get("mismatched_keys", ()))
-        if lacking:
-            raise CheckpointError(f"{self.label} does not find {', '.join(lacking[:5])} in {self.folder}: that is not a"
-                                  " whole model")  # fmt: skip
-        for tensor in net.parameters():
-            tensor.requires_grad_(False).copy_(cast(tensor))
-        for module in net.modules():  # experts in a loop: the grouped products lack dtypes
-            config: Any = module.__dict__.get("config")
-            if getattr(config, "_experts_implementation", None) not in (None, "eager"):
-                config._experts_implementation = "eager"
-        return net.eval()
+    return Side(label, compute, is_transformers=True)
 
 
-_CAUSAL = {
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
-}  # fmt: skip
-
-
-def class_of(document: dict[str, Any], tensors: set[str]) -> str:
-    """Return the name of the transformers class that computes all heads in the files."""
-    kind = document.get("model_type")
-    if kind not in ("bert", "megatron-bert"):
-        return _CAUSAL[str(kind)]
-    pretraining = "PreTraining" if "cls.seq_relationship.weight" in tensors else "MaskedLM"
-    task = "SequenceClassification" if "classifier.weight" in tensors else pretraining
-    return f"{'Bert' if kind == 'bert' else 'MegatronBert'}For{task}"
-
-
-def _their_outputs(cls: str, found: Any) -> Computed:
-    if cls.endswith("ForPreTraining"):
-        yield MASKED, found.prediction_logits
-        yield ORDER, found.seq_relationship_logits
-    else:
-        name = CLASSES if cls.endswith("SequenceClassification") else MASKED if cls.endswith("MaskedLM") else NEXT
-        yield name, found.logits
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
+def _load_transformers(folder: Path, cls: str, label: str, cast: Cast) -> Any:
+    dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
+    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    before = {name: os.environ.get(name) for name in offline}
+    os.environ.update(dict.fromkeys(offline, "1"))
     try:
-        logging = availability.load("transformers").logging
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        yield
+        transformers = availability.load("transformers")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        try:
+            net, report = getattr(transformers, cls).from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
+                attn_implementation="eager", output_loading_info=True,
+            )  # fmt: skip
+        except Exception as error:  # its versions raise many types: the folder is not one that they read
+            raise CheckpointError(f"{label} cannot load {folder}: {_short(error)}") from None
     finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+    lacking = sorted(report["missing_keys"]) + sorted(str(name) for name in report.get("mismatched_keys", ()))
+    if lacking:
+        raise CheckpointError(f"{label} does not find {', '.join(lacking[:5])} in {folder}: that is not a whole model")
+    for tensor in net.parameters():
+        tensor.requires_grad_(False).copy_(cast(tensor))
+    for module in net.modules():  # experts in a loop: the grouped products lack dtypes
+        config: Any = module.__dict__.get("config")
+        if getattr(config, "_experts_implementation", None) not in (None, "eager"):
+            config._experts_implementation = "eager"
+    return net.eval()
 
 
-def backend_of(format_name: str, path: Path, read: Model, options: Options, tell: Callable[[str], None]) -> Backend:
+def _short(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def side_of(format_name: str, path: Path, read: Model, options: Options, tell: Tell) -> Side:
+    """Return the most independent implementation for a checkpoint that has been read, and tell if there is none."""
     if format_name == "megatron_sp":
-        return Ours(read)
+        return our_side(read)
     if format_name == "hf":
         why = _without_transformers(path, read)
         if not why:
-            return cast("Backend", Transformers(path, read.settings["hf"], [fate.name for fate in read.fates]))
+            return transformers_side(path, read.settings["hf"], {fate.name for fate in read.fates})
     else:
         try:
             is_deepspeed = format_name == "megatron-deepspeed"
             folder = find(path, options.step).path if is_deepspeed else iteration_folder(path, options.step)
             assert folder is not None, "it was read"
-            known = (options.qkv_layout, read.config.vocab_size or 0, options.given, options.max_metadata_mb)
-            model = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared
-            # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks
-            # compute with
-            return Reference(lambda cast: reference.open_folder(folder, cast, *known), model.dtype)
+            return reference_side(folder, options, read.config.vocab_size or 0)
         except reference.Unsupported as error:
             why = str(error)
     tell(f"note: {path} is computed by megatron_sp on what it has read itself, without an independent reference: {why}")
-    return Ours(read, f"megatron_sp, from {format_name}")
+    return our_side(read, f"megatron_sp, from {format_name}")
+
+
+def reference_side(folder: Path, options: Options, vocab_size: int) -> Side:
+    """Return a model of Megatron's computed from its files without the conversion's own code."""
+    known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
+    model = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared: it may be unsupported
+
+    @torch.no_grad()
+    def compute(rows: Rows, cast: Cast) -> Computed:
+        yield from reference.open_folder(folder, cast, *known).run(rows)
+
+    # DeepSpeed's optimizers keep fp32 copies of the weights; what is read are these, and not the weights that its ranks
+    # compute with
+    return Side("the reference in plain torch", compute, model.dtype)
 
 
 def _without_transformers(path: Path, read: Model) -> str:
@@ -278,9 +242,9 @@ def _without_transformers(path: Path, read: Model) -> str:
         return "transformers is asked to read safetensors alone"
     if not availability.installed("transformers").available:
         return "transformers is not installed (pip install transformers)"
-    needed, available = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), _available_bytes()
-    if available is not None and needed > 0.6 * available:
-        return f"transformers would take {needed / 2**30:.1f} of the {available / 2**30:.1f} GiB that are free"
+    needed, free = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), _available_bytes()
+    if free is not None and needed > 0.6 * free:
+        return f"transformers would take {needed / 2**30:.1f} of the {free / 2**30:.1f} GiB that are free"
     return ""
 
 
@@ -291,29 +255,12 @@ def _available_bytes() -> int | None:
     return None
 
 
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
-LIMITS = {torch.float32: 2e-5, torch.float64: 1e-10}
-"""Largest error of logits, relative to the largest logit, by what they are computed in."""
-_SEED, _LENGTHS, _MAX_TEXT, _LONGEST = 1234, (48, 31, 7, 1), 64, 600
-_TOPICS = ("for", "class", "lambda")
-_MASK_EVERY = 7
-_CHOICE = {NEXT: "next token", MASKED: "masked token", ORDER: "order", CLASSES: "class"}
-
-Tell = Callable[[str], None]
-
-
 def verify(
     source: Format, input: Path, target: Format, output: Path, options: Options, text: str | None, tell: Tell
 ) -> int:
-    """Compare the input of a conversion with its output.
+    """Compare the input of a conversion, of the format ``source``, with its output.
 
     Args:
-        source, input: format and folder of the input.
-        target, output: format and folder of the output.
-        options: options of the conversion.
         text: text to compare on, besides random tokens; None: parts of Python's own documentation, if there is a
             tokenizer.
         tell: called with the results, line by line.
@@ -327,21 +274,43 @@ def verify(
     changes: dict[str, Any] = {"step": None, "output": None, "tokenizer": None, "qkv_layout": None}
     of_output = replace(options, vocab_size=before.config.vocab_size, **changes)
     after = target.read(output, of_output)
-    first = backend_of(source.name, input, before, options, tell)
-    sides = first, backend_of(target.name, output, after, of_output, tell)
-    dtypes = _dtype_of(before), _dtype_of(after)
+    first = side_of(source.name, input, before, options, tell)
+    sides = first, side_of(target.name, output, after, of_output, tell)
+    of_source, of_target = (widest(m.dtypes) if len(m.dtypes) == 1 else None for m in (before, after))
     is_rotary = before.config.position_embedding_type == "rope"
-    is_narrow = is_rotary and any(isinstance(side, Transformers) for side in sides)  # their rotary positions are fp32
-    compute = torch.float64 if dtypes == (torch.float64, torch.float64) and not is_narrow else torch.float32
-    dtypes = _computed_with(sides[0], dtypes[0]), _computed_with(sides[1], dtypes[1])
-    casts = _cast(*dtypes, compute, or_same=True), _cast(dtypes[1], dtypes[0], compute)
-    tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in"
-         f" {_name(compute)}{_rounded(dtypes)}")  # fmt: skip
+    is_narrow = is_rotary and any(side.is_transformers for side in sides)  # their rotary positions are fp32
+    compute = torch.float64 if of_source == of_target == torch.float64 and not is_narrow else torch.float32
+    of_source, of_target = _computed_with(sides[0], of_source), _computed_with(sides[1], of_target)
+    casts = _cast(of_source, of_target, compute, or_same=True), _cast(of_target, of_source, compute)
+    rounded = ""
+    if of_source is not None and of_target is not None and of_source != of_target:
+        rounded = f" (weights rounded to {_name(of_target if of_target.itemsize <= of_source.itemsize else of_source)})"
+    tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in {_name(compute)}{rounded}")
     same = True
     for what, rows in _samples(before, after, text, tell):
-        same &= _tell_all(what, compare(sides, casts, rows), LIMITS[compute], tell)
+        same &= tell_all(what, compare(sides, casts, rows), LIMITS[compute], tell)
     tell("verify: the same" if same else f"verify: NOT the same: do not use {output}")
     return EXIT_OK if same else EXIT_NUMERICS
+
+
+def _computed_with(side: Side, read: torch.dtype | None) -> torch.dtype | None:
+    own = side.dtype
+    return own if own is not None and read is not None and own.itemsize < read.itemsize else read
+
+
+def _cast(own: torch.dtype | None, other: torch.dtype | None, compute: torch.dtype, *, or_same: bool = False) -> Cast:
+    if (
+        own is None
+        or other is None
+        or other.itemsize > own.itemsize
+        or (other.itemsize == own.itemsize and not or_same)
+    ):
+        return lambda t: t.to(compute)
+    return lambda t: t.to(other).to(compute)  # as the conversion has rounded the other side's weights
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Result(NamedTuple):
@@ -357,29 +326,31 @@ class Result(NamedTuple):
     def error(self) -> float:
         return self.difference / self.scale if self.scale else self.difference
 
+    @classmethod
+    def of(cls, name: str, a: Tensor, b: Tensor) -> Result:
+        """Compare two tensors in the part of the last dim that both have."""
+        common = min(a.shape[-1], b.shape[-1])
+        a, b = a[..., :common].double(), b[..., :common].double()
+        agreement = (a.argmax(-1) == b.argmax(-1)).double().mean().item()
+        blank = a.isnan() & b.isnan() | a.isinf() & (a == b)
+        a, b = a.masked_fill(blank, 0.0), b.masked_fill(blank, 0.0)
+        return cls(name, (a - b).abs().max().item(), a.abs().max().item(), agreement, blank.double().mean().item())
 
-def compare(sides: Sequence[Backend], casts: Sequence[Cast], rows: Rows) -> list[Result]:
+
+def compare(sides: Sequence[Side], casts: Sequence[Cast], rows: Rows) -> list[Result]:
     """Compare all results of both sides on the same tokens, in the order of computation."""
-    ours, theirs = (side.compute(rows, cast) for side, cast in zip(sides, casts, strict=True))
+    first, second = (side.compute(rows, cast) for side, cast in zip(sides, casts, strict=True))
     inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
     results = []
-    for (name, a), (other, b) in zip(ours, theirs, strict=True):
+    for (name, a), (other, b) in zip(first, second, strict=True):
         assert name == other, f"{sides[0].label} gives {name}, {sides[1].label} {other}"
         is_of_sequence = name in (ORDER, CLASSES)
-        results.append(_compare(name, a, b) if is_of_sequence else _compare(name, a[inside], b[inside]))
+        results.append(Result.of(name, a, b) if is_of_sequence else Result.of(name, a[inside], b[inside]))
     return results
 
 
-def _compare(name: str, a: Tensor, b: Tensor) -> Result:
-    common = min(a.shape[-1], b.shape[-1])
-    a, b = a[..., :common].double(), b[..., :common].double()
-    agreement = (a.argmax(-1) == b.argmax(-1)).double().mean().item()
-    blank = a.isnan() & b.isnan() | a.isinf() & (a == b)
-    a, b = a.masked_fill(blank, 0.0), b.masked_fill(blank, 0.0)
-    return Result(name, (a - b).abs().max().item(), a.abs().max().item(), agreement, blank.double().mean().item())
-
-
-def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> bool:
+def tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> bool:
+    """Tell the results of a comparison, and return whether all outputs are within the limit."""
     same = True
     for r in results:
         if r.name in OUTPUTS:
@@ -391,69 +362,29 @@ def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> boo
             tell(f"  {what}: {r.name}: max|difference| {r.difference:.2e}, {r.error:.1e} of the largest"
                  f" ({r.scale:.3g}); the same {_CHOICE[r.name]} at {100 * r.agreement:.2f} %:"
                  f" {'ok' if good else f'ABOVE the limit of {limit:g}'}")  # fmt: skip
-    if not same:
-        first = next((r for r in results if not r.error <= limit), None)
-        if first is not None:
-            size = f"max|difference| {first.difference:.2e}, {first.error:.1e} of the largest"
-            tell(f"  {what}: the first difference is in: {first.name} ({size})")
+    first = next((r for r in results if not r.error <= limit), None)
+    if not same and first is not None:
+        size = f"max|difference| {first.difference:.2e}, {first.error:.1e} of the largest"
+        tell(f"  {what}: the first difference is in: {first.name} ({size})")
     return same
-
-
-def _dtype_of(model: Model) -> torch.dtype | None:
-    return widest(model.dtypes) if len(model.dtypes) == 1 else None
-
-
-def _computed_with(side: Backend, read: torch.dtype | None) -> torch.dtype | None:
-    own = side.dtype
-    return own if own is not None and read is not None and own.itemsize < read.itemsize else read
-
-
-def _cast(own: torch.dtype | None, other: torch.dtype | None, compute: torch.dtype, *, or_same: bool = False) -> Cast:
-    if own is None or other is None or other.itemsize > own.itemsize:
-        return lambda t: t.to(compute)
-    if other.itemsize == own.itemsize and not or_same:
-        return lambda t: t.to(compute)
-    return lambda t: t.to(other).to(compute)  # as the conversion has rounded the other side's weights
-
-
-def _rounded(dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
-    source, target = dtypes
-    if source is None or target is None or source == target:
-        return ""
-    return f" (weights rounded to {_name(target if target.itemsize <= source.itemsize else source)})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class _Limits(NamedTuple):
-    vocab_size: int
-    positions: int
-    longest: int
 
 
 def _samples(before: Model, after: Model, text: str | None, tell: Tell) -> list[tuple[str, Rows]]:
     configs = before.config, after.config
-    positions = min(c.max_positions for c in configs)
+    positions, vocab_size = min(c.max_positions for c in configs), min(c.vocab_size or 1 for c in configs)
     windows = [c.window_size for c in configs]
     beyond = max((window + 9 for window in windows if window), default=0)
     if beyond > min(_LONGEST, positions):
         tell(f"note: sequences of up to {_LENGTHS[0]} tokens: what lies after the window of {beyond - 9} is not"
              " compared")  # fmt: skip
         beyond = 0
-    longest = min(positions, max(_LENGTHS[0], beyond))
-    limits = _Limits(min(c.vocab_size or 1 for c in configs), positions, longest)
-    samples = [("random tokens", _random_rows(limits, before))]
-    if (ids := _text_ids(before, after, limits, text, tell)) is not None:
-        samples.append(("text", _rows(ids, before)))
-    return samples
-
-
-def _random_rows(limits: _Limits, model: Model) -> Rows:
     draw = torch.Generator().manual_seed(_SEED)
-    lengths = [limits.longest, *(min(length, limits.positions) for length in _LENGTHS[1:])]
-    return _rows([torch.randint(limits.vocab_size, (length,), generator=draw).tolist() for length in lengths], model)
+    lengths = [min(positions, length) for length in (max(_LENGTHS[0], beyond), *_LENGTHS[1:])]
+    ids = [torch.randint(vocab_size, (length,), generator=draw).tolist() for length in lengths]
+    samples = [("random tokens", _rows(ids, before))]
+    if of_text := _text_ids(before, after, vocab_size, min(_MAX_TEXT, positions), text, tell):
+        samples.append(("text", _rows(of_text, before)))
+    return samples
 
 
 def _rows(ids: list[list[int]], model: Model) -> Rows:
@@ -467,39 +398,33 @@ def _rows(ids: list[list[int]], model: Model) -> Rows:
     return Rows(tokens, lengths, types)
 
 
-def _text_ids(before: Model, after: Model, limits: _Limits, text: str | None, tell: Tell) -> list[list[int]] | None:
+def _text_ids(before: Model, after: Model, vocab_size: int, most: int, text: str | None, tell: Tell) -> list[list[int]]:
     tokenizer = _tokenizer(before) or _tokenizer(after)
     if tokenizer is None:
         if text is not None:
             raise ConfigError("--verify-text needs a tokenizer, and neither side has one: give --tokenizer PATH")
-        return None
-    if tokenizer.vocab_size > limits.vocab_size:
-        tell(f"note: the tokenizer has {tokenizer.vocab_size} tokens, the model {limits.vocab_size}: no text is"
+        return []
+    if tokenizer.vocab_size > vocab_size:
+        tell(f"note: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: no text is"
              " compared")  # fmt: skip
-        return None
-    most = min(_MAX_TEXT, limits.positions)
-    texts = [text] if text else _documentation()
-    rows = [_special(tokenizer, tokenizer.encode(one), most, before.config.is_bert) for one in texts]
+        return []
+    texts = [text] if text else []
+    if not text:
+        with contextlib.suppress(ImportError):  # a stripped installation
+            from pydoc_data.topics import topics
+
+            texts = [topics[name][:600] for name in _TOPICS if name in topics]
+    rows = []
+    for one in texts:
+        ids = tokenizer.encode(one)
+        if before.config.is_bert and tokenizer.cls is not None and tokenizer.sep is not None:
+            ids = [tokenizer.cls, *ids[: most - 2], tokenizer.sep]
+            if tokenizer.mask is not None:
+                ids[3:-1:_MASK_EVERY] = [tokenizer.mask] * len(ids[3:-1:_MASK_EVERY])
+        rows.append(ids[:most])
     if rows and not any(rows):
         tell("note: the tokenizer has no token for the text: none is compared")
-    return [ids for ids in rows if ids] or None
-
-
-def _special(tokenizer: Tokenizer, ids: list[int], most: int, is_bert: bool) -> list[int]:
-    if not is_bert or tokenizer.cls is None or tokenizer.sep is None:
-        return ids[:most]
-    ids = [tokenizer.cls, *ids[: most - 2], tokenizer.sep]
-    if tokenizer.mask is not None:
-        ids[3:-1:_MASK_EVERY] = [tokenizer.mask] * len(ids[3:-1:_MASK_EVERY])
-    return ids
-
-
-def _documentation() -> list[str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # a stripped installation
-        return []
-    return [topics[name][:600] for name in _TOPICS if name in topics]
+    return [ids for ids in rows if ids]
 
 
 def _tokenizer(model: Model) -> Tokenizer | None:

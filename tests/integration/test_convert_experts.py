@@ -19,7 +19,7 @@ from megatron_sp.config.schema import KernelConfig
 from megatron_sp.convert.copies import Correspondence, Gathered
 from megatron_sp.convert.families import FAMILIES
 from megatron_sp.convert.formats import FORMATS
-from megatron_sp.convert.formats.hugging_face import _Renamed
+from megatron_sp.convert.formats.hugging_face import renamed
 from megatron_sp.convert.model import Model, Options, parameter_shapes
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
@@ -98,7 +98,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(tmp_path: Path, mak
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
     family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
     correspondence = Correspondence.of(parameter_shapes(config), family.copies(config, 0))
-    expected = Gathered(correspondence, _Renamed(Tensors(grads), family))
+    expected = Gathered(correspondence, renamed(Tensors(grads), family)[0])
     for name, p in mine.named_parameters():
         want = expected.read(name)
         assert_near(torch.zeros_like(want) if p.grad is None else p.grad[: len(want)], want, name)

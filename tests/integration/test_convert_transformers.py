@@ -17,7 +17,7 @@ from megatron_sp.convert import verify as sides
 from megatron_sp.convert.formats import FORMATS
 from megatron_sp.convert.model import Options
 from megatron_sp.convert.reference import Rows
-from megatron_sp.convert.verify import Transformers, verify
+from megatron_sp.convert.verify import transformers_side, verify
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
@@ -162,7 +162,7 @@ def test_a_folder_that_transformers_cannot_use_is_told(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["h.0.ln_1.weight"] = tensors.pop("transformer.h.0.ln_1.weight")
     save_file({"transformer.h.0.ln_9.weight" if n == "h.0.ln_1.weight" else n: t for n, t in tensors.items()}, folder / "model.safetensors")
-    side = Transformers(folder, {"model_type": "gpt2"}, ())
+    side = transformers_side(folder, {"model_type": "gpt2"}, set())
     with pytest.raises(sides.CheckpointError, match=r"does not find .*ln_1.weight"):
         list(side.compute(rows_of(3, 4), lambda t: t))
 

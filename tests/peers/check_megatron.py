@@ -41,7 +41,7 @@ from megatron_sp.commands.cli import main as megatron_sp
 from megatron_sp.convert.formats.native import Native
 from megatron_sp.convert.model import Options
 from megatron_sp.convert.reference import NEXT, Rows
-from megatron_sp.convert.verify import backend_of
+from megatron_sp.convert.verify import side_of
 
 STEP, LAYERS, HIDDEN, HEADS, FFN, POSITIONS, VOCAB, PADDED = 3, 3, 48, 4, 80, 24, 59, 64
 LIMIT = 2e-5  # relative to the largest logit, fp32
@@ -238,7 +238,7 @@ def convert(*words: Any) -> None:
 
 def ours(run: Path) -> Tensor:
     """Logits of our model."""
-    side = backend_of("megatron_sp", run, Native().read(run, Options()), Options(), print)
+    side = side_of("megatron_sp", run, Native().read(run, Options()), Options(), print)
     rows = Rows(tokens(), [POSITIONS] * 3, torch.zeros(3, POSITIONS, dtype=torch.int64))
     return next(t for name, t in side.compute(rows, lambda t: t) if name == NEXT)[..., :VOCAB]
 

@@ -1,10 +1,6 @@
 """Folders of ``torch.distributed.checkpoint``, the format of Megatron's torch_dist, read and written.
 
-``.metadata`` is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a
-torch file embedded in a ``.distcp`` file, given by its byte range. A tensor is assembled chunk by chunk, after checking
-that its chunks cover it exactly once. The writer needs one process only: the rank of a chunk determines no more than
-the file it is written to. Classes of torch are referred to by name; these names are stable, because torch must load
-older folders. Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 from __future__ import annotations
@@ -20,14 +16,17 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
-from megatron_sp.convert.archive.torch_files import MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile
+from megatron_sp.convert.archive.torch_files import MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile, read_records
 
-from megatron_sp.convert.archive.torch_files import read_records, require_dtype  # isort: skip
+from megatron_sp.convert.archive.torch_files import require_dtype  # isort: skip
 from megatron_sp.convert.archive.torch_writer import LazyTensor, TreeWriter, append_torch_file
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
 from megatron_sp.utils.strict_json import is_count, read_small_file
 
+# .metadata is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a
+# torch file embedded in a .distcp file, given by its byte range. The rank of a chunk determines no more than the file
+# it is written to. Classes of torch are referred to by name; these names are stable, for torch must load older folders.
 METADATA = "torch.distributed.checkpoint.metadata."
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 MAX_METADATA_BYTES = 3 << 20  # some 16,000 chunks
@@ -45,7 +44,7 @@ Places = dict[tuple[str, Any], ByteRange]  # by name and offsets; None for objec
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and the byte range where it is stored."""
+    """A rectangle of a tensor."""
 
     rect: Rect
     place: ByteRange
@@ -63,28 +62,55 @@ class DistFolder:
     """A folder: ``tensors`` and ``objects`` describe its contents by name."""
 
     def __init__(self, path: str | Path, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
-        self.path, self._max_metadata_bytes = Path(path), max_metadata_bytes
-        attributes = self._read_metadata()
+        self.path, metadata = Path(path), Path(path) / ".metadata"
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: dict[str, ByteRange] = {}
-        self._sort_out(attributes.get("state_dict_metadata"), attributes.get("storage_data"))
+        if not metadata.exists() and any(self.path.glob("__*.metadata")):
+            raise CheckpointError(f"{self.path} was saved by each rank for itself (use_collectives=False): save it with"
+                                  " collectives")  # fmt: skip
+        if metadata.exists() and (size := metadata.stat().st_size) > max_metadata_bytes:
+            raise CheckpointError(f"{metadata} has {size:,} bytes, more than the {max_metadata_bytes:,} that are"
+                                  f" read, for that takes up to {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory:"
+                                  f" if there is as much, give --max-metadata-mb {-(-size // 2**20)}")  # fmt: skip
+        tree = read_records(read_small_file(metadata, max_metadata_bytes), str(metadata))
+        if not (isinstance(tree, Object) and tree.name == f"{METADATA}Metadata" and tree.attributes):
+            raise self._damaged("it is not a description of a checkpoint")
+        described, stored = (tree.attributes.get(name) for name in ("state_dict_metadata", "storage_data"))
+        if not (isinstance(described, dict) and isinstance(stored, dict)):
+            raise self._damaged("it does not tell what is stored where")
+        places = self._places(stored)
+        for name, entry in described.items():
+            if not isinstance(name, str) or not isinstance(entry, Object):
+                raise self._damaged(f"{str(name)[:200]!r} is described by something unknown")
+            if entry.name == f"{METADATA}BytesStorageMetadata":
+                self.objects[name] = self._place(places, name, None)
+            elif entry.name == f"{METADATA}TensorStorageMetadata":
+                self.tensors[name] = self._tensor(name, entry.attributes, places)
+            else:
+                raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor into CPU memory; needs the memory of the tensor and of one chunk."""
+        """Read a whole tensor; needs the memory of the tensor and of one chunk."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         tensor = self.tensors[name]
         dtype = require_dtype(tensor.dtype, f"{self.path}: {name[:200]}")
-        if len(tensor.chunks) == 1:
-            return self._read_chunk(name, tensor, tensor.chunks[0])
         stored, needed = sum(chunk.place.length for chunk in tensor.chunks), math.prod(tensor.shape) * dtype.itemsize
-        if stored < needed:
+        if stored < needed and len(tensor.chunks) > 1:
             raise CheckpointError(f"{self.path}: {name} {list(tensor.shape)} needs {needed:,} bytes, its chunks have"
                                   f" {stored:,}: it is damaged")  # fmt: skip
         result: Tensor | None = None
         for chunk in tensor.chunks:
-            part = self._read_chunk(name, tensor, chunk)
-            if result is None:  # only after one chunk has been found
+            record = self._open(chunk.place).tree
+            has = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
+            if has != (chunk.rect.sizes, tensor.dtype):
+                raise CheckpointError(f"{self.path / chunk.place.file}: the chunk of {name} at"
+                                      f" {list(chunk.rect.offsets)} should be {list(chunk.rect.sizes)} {tensor.dtype},"
+                                      f" and is {has}: the folder is damaged, or of two saves")  # fmt: skip
+            part: Tensor = record.read()
+            if len(tensor.chunks) == 1:
+                return part
+            if result is None:  # only after one chunk has been found: a damaged folder may claim any size
                 result = torch.empty(tensor.shape, dtype=dtype)
             result[tuple(slice(o, o + s) for o, s in zip(*chunk.rect, strict=True))] = part
         return torch.empty(tensor.shape, dtype=dtype) if result is None else result
@@ -98,46 +124,8 @@ class DistFolder:
     def _open(self, place: ByteRange) -> TorchFile:
         return TorchFile(self.path / place.file, (place.offset, place.length))
 
-    def _read_chunk(self, name: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
-        record = self._open(chunk.place).tree
-        found = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
-        if found != (chunk.rect.sizes, tensor.dtype):
-            raise CheckpointError(f"{self.path / chunk.place.file}: the chunk of {name} at {list(chunk.rect.offsets)}"
-                                  f" should be {list(chunk.rect.sizes)} {tensor.dtype}, and is {found}: the folder is"
-                                  " damaged, or of two saves")  # fmt: skip
-        return record.read()
-
-    def _read_metadata(self) -> dict[str, Any]:
-        path = self.path / ".metadata"
-        if not path.exists() and any(self.path.glob("__*.metadata")):
-            raise CheckpointError(f"{self.path} was saved by each rank for itself (use_collectives=False): save it with"
-                                  " collectives")  # fmt: skip
-        if path.exists() and (size := path.stat().st_size) > self._max_metadata_bytes:
-            raise CheckpointError(f"{path} has {size:,} bytes, more than the {self._max_metadata_bytes:,} that are"
-                                  f" read, for that takes up to {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory:"
-                                  f" if there is as much, give --max-metadata-mb {-(-size // 2**20)}")  # fmt: skip
-        data = read_small_file(path, self._max_metadata_bytes)
-        metadata = read_records(data, str(path))
-        if not (isinstance(metadata, Object) and metadata.name == f"{METADATA}Metadata" and metadata.attributes):
-            raise self._damaged("it is not a description of a checkpoint")
-        return metadata.attributes
-
     def _damaged(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path / '.metadata'} cannot be used: {problem}")
-
-    def _sort_out(self, described: Any, stored: Any) -> None:
-        if not (isinstance(described, dict) and isinstance(stored, dict)):
-            raise self._damaged("it does not tell what is stored where")
-        places = self._places(stored)
-        for name, entry in described.items():
-            if not isinstance(name, str) or not isinstance(entry, Object):
-                raise self._damaged(f"{str(name)[:200]!r} is described by something unknown")
-            if entry.name == f"{METADATA}BytesStorageMetadata":
-                self.objects[name] = self._found(places, name, None)
-            elif entry.name == f"{METADATA}TensorStorageMetadata":
-                self.tensors[name] = self._tensor(name, entry.attributes, places)
-            else:
-                raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
 
     def _places(self, stored: Mapping[Any, Any]) -> Places:
         places: Places = {}
@@ -145,7 +133,7 @@ class DistFolder:
             if not (isinstance(index, Object) and isinstance(info, Object) and info.name == STORAGE_INFO):
                 raise self._damaged(f"it stores by {getattr(info, 'name', type(info).__name__)}, which is not known"
                                     " here")  # fmt: skip
-            at, where = index.attributes, info.attributes
+            key, where = index.attributes, info.attributes
             file, transforms = where.get("relative_path"), where.get("transform_descriptors")
             if transforms:
                 raise self._damaged(f"its files went through {', '.join(map(str, transforms))[:200]}: save it without"
@@ -153,10 +141,10 @@ class DistFolder:
             plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
             if not plain or not is_count(where.get("offset")) or not is_count(where.get("length")):
                 raise self._damaged(f"{str(file)[:200]!r} is not a file of this folder with a place in it")
-            places[str(at.get("fqn")), at.get("offset")] = ByteRange(str(file), where["offset"], where["length"])
+            places[str(key.get("fqn")), key.get("offset")] = ByteRange(str(file), where["offset"], where["length"])
         return places
 
-    def _found(self, places: Places, name: str, offsets: Any) -> ByteRange:
+    def _place(self, places: Places, name: str, offsets: Any) -> ByteRange:
         if (name, offsets) not in places:
             raise self._damaged(f"it does not say where {name[:200]!r}{f' at {list(offsets)}' if offsets else ''} is"
                                 " stored")  # fmt: skip
@@ -177,7 +165,7 @@ class DistFolder:
             if not (_are_counts(offsets) and _are_counts(sizes)):
                 raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")
             if math.prod(sizes):  # an empty chunk has nothing to read, and may start where another one starts
-                stored.append(StoredChunk(Rect(offsets, sizes), self._found(places, name, offsets)))
+                stored.append(StoredChunk(Rect(offsets, sizes), self._place(places, name, offsets)))
         if problem := tiling_problem(shape, [chunk.rect for chunk in stored]):
             raise self._damaged(f"{name[:200]!r} {list(shape)} is not covered by its chunks: {problem}")
         return StoredTensor(shape, dtype, tuple(stored))
@@ -197,10 +185,7 @@ class NewChunk(NamedTuple):
 
 
 class DistFolderWriter:
-    """Writer of a folder: add tensors and objects in any order, then ``finish``; a ``with`` statement closes it.
-
-    Without ``finish`` there is no ``.metadata``, so the folder is not recognized as a checkpoint.
-    """
+    """Writer of a folder, which is no checkpoint before ``finish``; a ``with`` statement closes it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -225,14 +210,7 @@ class DistFolderWriter:
         self._files = {}
 
     def add_tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[NewChunk]) -> None:
-        """Write the chunks of a tensor, one after the other.
-
-        Raises:
-            ValueError: the chunks do not cover the tensor exactly once, the name is taken, or a chunk is not as
-                announced.
-            OSError: e.g. no space.
-        """
-        self._check_new(name)
+        """Write a tensor. Raises ValueError if the chunks do not cover it exactly once, or are not as announced."""
         rects = [Rect(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
         problem = tiling_problem(tuple(shape), rects)
         if problem is None and (not rects or (0 not in shape and not all(rect.numel for rect in rects))):
@@ -241,7 +219,7 @@ class DistFolderWriter:
             raise ValueError(f"{name} {list(shape)}: {problem}")
         for number, (rect, chunk) in enumerate(zip(rects, chunks, strict=True)):
             index = _record("MetadataIndex", fqn=name, index=number, offset=torch.Size(rect.offsets))
-            self._stored[index] = self._append(chunk.rank, LazyTensor(rect.sizes, dtype, chunk.make))
+            self._stored[index] = self._append(name, chunk.rank, LazyTensor(rect.sizes, dtype, chunk.make))
         layout = Object("torch.serialization._get_layout", ("torch.strided",))
         memory_format = Object(f"{METADATA}_MEM_FORMAT_ENCODING", (0,))
         # neither requires_grad nor pinned
@@ -253,8 +231,7 @@ class DistFolderWriter:
 
     def add_object(self, name: str, tree: Any, rank: int = 0) -> None:
         """Write an object that is not a tensor; ``tree`` as accepted by ``TreeWriter``."""
-        self._check_new(name)
-        self._stored[_record("MetadataIndex", fqn=name, index=None, offset=None)] = self._append(rank, tree)
+        self._stored[_record("MetadataIndex", fqn=name, index=None, offset=None)] = self._append(name, rank, tree)
         self._described[name] = Object(f"{METADATA}BytesStorageMetadata", state={})
 
     def finish(self) -> None:
@@ -274,11 +251,9 @@ class DistFolderWriter:
         os.rename(temporary, self.path / ".metadata")
         fsync_dir(self.path)
 
-    def _check_new(self, name: str) -> None:
+    def _append(self, name: str, rank: int, tree: Any) -> Object:
         if name in self._described:
             raise ValueError(f"{name} is written twice")
-
-    def _append(self, rank: int, tree: Any) -> Object:
         if rank not in self._files:
             self._files[rank] = open(self.path / f"__{rank}_0.distcp", "xb")  # noqa: SIM115 - closed in close()
         file = self._files[rank]

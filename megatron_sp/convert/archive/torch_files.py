@@ -1,9 +1,7 @@
 """Files of ``torch.save``, read by torch's restricted loader, with inert records for the classes of other programs.
 
 ``TorchFile(path).tree`` is the saved object, with a ``TensorRecord`` in place of every tensor; ``read(record)`` reads
-the bytes of that tensor, and only those. torch loads the tree onto the meta device (``weights_only=True``), so no
-tensor takes memory before it is read. Names of Megatron, DeepSpeed and the like, which are not installed here, become
-subclasses of ``Object`` that store what they are built from; every other name is refused by torch.
+the bytes of that tensor, and only those.
 """
 
 from __future__ import annotations
@@ -51,9 +49,6 @@ class Window(io.RawIOBase):
 
     def close(self) -> None:
         """Leave the file open for the readers after this one; its owner closes it."""
-
-    def tell(self) -> int:
-        return self.at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.at = max(0, offset + (0, self.at, self.size)[whence])
@@ -174,7 +169,8 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 
-# What the files of these programs name beside what torch itself allows. A name is never looked up or imported.
+# What the files of these programs name beside what torch itself allows. A name is never looked up or imported: it
+# becomes a subclass of Object that stores what it is built from. Every other name is refused by torch.
 _FAMILIES = (
     "megatron.", "deepspeed.", "apex.", "transformer_engine.", "fp16.loss_scaler.", "pathlib.", "datetime.", "numpy.",
     "torch.distributed.checkpoint.", "torch.distributed._shard.",
@@ -220,14 +216,6 @@ def _record_class(name: str) -> type[Object]:
     return type(name, (Object,), {"__slots__": (), "__new__": new, "__init__": lambda self, *args: None})
 
 
-def _no_bytes() -> bytes:
-    return b""  # protocol 2 writes bytes() for empty ones, and _codecs.encode(...) for others
-
-
-def _default_dict(_factory: Any = None, items: Any = ()) -> OrderedDict[Any, Any]:
-    return OrderedDict(items)  # the factory is for missing keys, which are never looked up here
-
-
 def _member(cls: Any, name: str) -> Object:
     if not (isinstance(cls, type) and issubclass(cls, Object)):
         raise ValueError("gets an attribute of something that is not an enumeration")
@@ -244,11 +232,12 @@ def _number(dtype: Any, data: Any) -> Any:
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {
-    "builtins.frozenset": frozenset, "builtins.bytes": _no_bytes, "collections.defaultdict": _default_dict,
+    "builtins.frozenset": frozenset,
+    "builtins.bytes": lambda: b"",  # protocol 2 writes bytes() for empty ones, and _codecs.encode(...) for others
+    # the factory is for missing keys, which are never looked up here
+    "collections.defaultdict": lambda factory=None, items=(): OrderedDict(items),
     "builtins.getattr": _member, "numpy.core.multiarray.scalar": _number, "numpy._core.multiarray.scalar": _number,
 }  # fmt: skip
-
-
 _PLAIN: dict[str, Any] = {
     "torch.Size": tuple, "collections.OrderedDict": dict, "builtins.set": set, "builtins.frozenset": frozenset,
 }  # fmt: skip
@@ -279,49 +268,37 @@ _ONE_READER = threading.RLock()
 @contextlib.contextmanager
 def _guarded(where: str, num_bytes: int) -> Iterator[None]:
     """Read a foreign pickle: bounded memory, and one clear error for whatever torch and Python say to a damaged one."""
-    with _ONE_READER, _clear_errors(where), _limited_memory(_HEADROOM + 2 * MEMORY_OF_PICKLE * num_bytes):
-        yield
-
-
-@contextlib.contextmanager
-def _limited_memory(num_bytes: int) -> Iterator[None]:
-    """Let the process take this much more writable memory.
-
-    RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what is merely reserved: a library that is
-    loaded, or the 64 MiB of malloc's arena for every thread that starts.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    with contextlib.suppress(OSError, ValueError):  # no /proc, or no such limit on this system
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[5]) * resource.getpagesize()
-        limit = used + num_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-@contextlib.contextmanager
-def _clear_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except _Refused as error:
-        raise CheckpointError(f"{where}: its pickle {error}. {_WAY_OUT}") from None
-    except (MemoryError, RecursionError):
-        raise CheckpointError(f"{where}: its pickle needs more memory than a checkpoint's of its size does."
-                              f" {_WAY_OUT}") from None  # fmt: skip
-    except Exception as error:  # torch and pickle raise a dozen types for what is damaged
-        if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            problem = f"names {named[1][:200]!r}, which is not part of the checkpoints that are read here"
-        else:
-            text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
-            text = text.splitlines()[0][:200]
-            problem = f"cannot be read ({text}): it is cut short or damaged"
-        raise CheckpointError(f"{where}: its pickle {problem}. {_WAY_OUT}") from None
+    with _ONE_READER:
+        # RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what is merely reserved: a library that is
+        # loaded, or the 64 MiB of malloc's arena for every thread that starts
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        with contextlib.suppress(OSError, ValueError):  # no /proc, or no such limit on this system
+            with open("/proc/self/statm", encoding="ascii") as file:
+                used = int(file.read().split()[5]) * resource.getpagesize()
+            limit = used + _HEADROOM + 2 * MEMORY_OF_PICKLE * num_bytes
+            limit = limit if soft == resource.RLIM_INFINITY else min(soft, limit)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        try:
+            try:
+                yield
+            finally:  # first of all: a message takes memory, too
+                with contextlib.suppress(OSError, ValueError):
+                    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        except CheckpointError:
+            raise
+        except _Refused as error:
+            raise CheckpointError(f"{where}: its pickle {error}. {_WAY_OUT}") from None
+        except (MemoryError, RecursionError):
+            raise CheckpointError(f"{where}: its pickle needs more memory than a checkpoint's of its size does."
+                                  f" {_WAY_OUT}") from None  # fmt: skip
+        except Exception as error:  # torch and pickle raise a dozen types for what is damaged
+            if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+                problem = f"names {named[1][:200]!r}, which is not part of the checkpoints that are read here"
+            else:
+                text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+                text = text.splitlines()[0][:200]
+                problem = f"cannot be read ({text}): it is cut short or damaged"
+            raise CheckpointError(f"{where}: its pickle {problem}. {_WAY_OUT}") from None
 
 
 @contextlib.contextmanager
@@ -363,36 +340,33 @@ class TensorRecord:
         return self.file.read(self)
 
 
-class _Plain:
-    """Converter of loaded values to plain ones, with records of their tensors."""
+def _plain(loaded: Any, num_bytes: int, record: Callable[[Tensor], TensorRecord] | None = None) -> Any:
+    # Plain values instead of loaded ones, with records of their tensors. Parts that are shared are converted once, and
+    # counted at every place: a small file may be very much data.
+    most = MAX_VALUES + 4 * num_bytes
+    known: dict[int, tuple[Any, int, int] | None] = {}  # by identity; None: being converted
 
-    def __init__(self, num_bytes: int, record: Callable[[Tensor], TensorRecord] | None = None) -> None:
-        self._most, self._record = MAX_VALUES + 4 * num_bytes, record
-        # by identity: value, size, height; None: being converted
-        self._known: dict[int, tuple[Any, int, int] | None] = {}
-
-    def __call__(self, value: Any, depth: int = 0) -> tuple[Any, int, int]:
-        """Return the value, the number of its parts and its height."""
+    def convert(value: Any, depth: int) -> tuple[Any, int, int]:  # the value, the number of its parts, its height
         if not isinstance(value, (dict, list, tuple, set, frozenset, Object, Tensor, bytearray)):
             return value, 1 + (len(value) >> 5 if isinstance(value, (str, bytes)) else 0), 0
-        if id(value) in self._known:
-            known = self._known[id(value)]
-            if known is None:
+        if id(value) in known:
+            converted = known[id(value)]
+            if converted is None:
                 raise _Refused("contains itself")
         else:
             if depth > MAX_DEPTH:
                 raise _Refused(f"is nested deeper than {MAX_DEPTH} levels")
-            self._known[id(value)] = None
-            self._known[id(value)] = known = self._converted(value, depth)
-        if depth + known[2] > MAX_DEPTH + 1:
+            known[id(value)] = None
+            known[id(value)] = converted = convert_parts(value, depth)
+        if depth + converted[2] > MAX_DEPTH + 1:
             raise _Refused(f"is nested deeper than {MAX_DEPTH} levels")
-        return known
+        return converted
 
-    def _converted(self, value: Any, depth: int) -> tuple[Any, int, int]:
+    def convert_parts(value: Any, depth: int) -> tuple[Any, int, int]:
         if isinstance(value, Tensor):
-            if self._record is None:
+            if record is None:
                 raise _Refused("has a tensor in it")
-            return self._record(value), 4, 1
+            return record(value), 4, 1
         if isinstance(value, bytearray):
             return bytes(value), 1 + (len(value) >> 5), 0
         parts: list[Any] = [value.args, value.state] if isinstance(value, Object) else list(value)
@@ -400,11 +374,11 @@ class _Plain:
             parts = [part for pair in value.items() for part in pair]
         size, height = 3, 0
         for place, part in enumerate(parts):
-            parts[place], cost, high = self(part, depth + 1)
+            parts[place], cost, high = convert(part, depth + 1)
             size, height = size + cost, max(height, high)
-            if size > self._most:
-                raise _Refused(f"comes to more than {self._most:,} values: it has very many, or is a small file for"
-                               " very much data, whose shared parts are nested in shared parts")  # fmt: skip
+            if size > most:
+                raise _Refused(f"comes to more than {most:,} values: it has very many, or is a small file for very much"
+                               " data, whose shared parts are nested in shared parts")  # fmt: skip
         if isinstance(value, Object):
             value.args, value.state = parts
             return value, size, height + 1
@@ -412,6 +386,8 @@ class _Plain:
             return dict(zip(parts[::2], parts[1::2], strict=True)), size, height + 1
         kind: Any = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
         return kind(parts), size, height + 1
+
+    return convert(loaded, 0)[0]
 
 
 def read_records(data: bytes, where: str) -> Any:
@@ -421,7 +397,7 @@ def read_records(data: bytes, where: str) -> Any:
         if file.tell() != len(data):
             raise CheckpointError(f"{where} has {len(data) - file.tell():,} bytes after the end of its pickle: it is"
                                   " damaged")  # fmt: skip
-        return _Plain(len(data))(value)[0]
+        return _plain(value, len(data))
 
 
 class TorchFile:
@@ -445,7 +421,14 @@ class TorchFile:
             elif first[:1] == b"\x80":  # before torch 1.6: pickles, then the storages, which torch loads all together
                 data = window.head(MAX_PICKLE_BYTES)
             else:
-                raise CheckpointError(f"{window.where} is not a file of torch.save: {_what_it_is(window)}")
+                start, what = window.head(512), "it is something else, or damaged"
+                if not start:
+                    what = "it is empty"
+                elif start[8:9] == b"{":
+                    what = "it is a safetensors file, which is read as such and not from here"
+                elif start[257:262] == b"ustar":
+                    what = "it is a tar file as torch 0.1 wrote them; load and save it with any torch since"
+                raise CheckpointError(f"{window.where} is not a file of torch.save: {what}")
             loaded = self._loaded(window, data)
             places = _DEVICE.findall(data) if self._entries else ()
             #: devices with a number, such as cuda:1, on which its tensors were
@@ -453,7 +436,7 @@ class TorchFile:
             self.devices = frozenset(names)
             with _guarded(window.where, len(data)):
                 #: what was saved: plain data, Object and TensorRecord
-                self.tree: Any = _Plain(len(data), self._record)(loaded)[0]
+                self.tree: Any = _plain(loaded, len(data), self._record)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Window]:
@@ -544,14 +527,3 @@ def memory_of(tensor: Tensor) -> memoryview:
     """Return a view of the bytes of a contiguous CPU tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _what_it_is(window: Window) -> str:
-    head = window.head(512)
-    if not head:
-        return "it is empty"
-    if head[8:9] == b"{":
-        return "it is a safetensors file, which is read as such and not from here"
-    if head[257:262] == b"ustar":
-        return "it is a tar file as torch 0.1 wrote them; load and save it with any torch since"
-    return "it is something else, or damaged"

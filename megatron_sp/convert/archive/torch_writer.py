@@ -1,8 +1,6 @@
 """Streaming writer of ``torch.save`` files and of pickles that torch, Megatron-LM and DeepSpeed load.
 
-Lazy tensors of the tree are in memory one at a time, so a file may be larger than memory. A class name is written as
-text, so a pickle of another program's object (``Object``) can be made without installing that program; it is never
-looked up. Protocol 2, with the opcodes that torch's restricted loader knows. Source: the comments of CPython's
+Lazy tensors are in memory one at a time, so a file may be larger than memory. Source: the comments of CPython's
 ``pickletools``; torch/_utils.py :: _rebuild_tensor_v2.
 """
 
@@ -33,19 +31,14 @@ _STORAGES = {
     torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
     torch.complex64: "ComplexFloatStorage", torch.complex128: "ComplexDoubleStorage",
 }  # fmt: skip
-
-
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is created just before it is written, and released afterwards.
+    """A tensor that is made just before it is written, on any device and with any strides."""
 
-    ``make`` returns it on any device and with any strides, with this shape and dtype.
-    """
-
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     make: Callable[[], Tensor]
 
@@ -59,7 +52,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class LazyFlat:
-    """A long vector whose parts are created one after the other; together they have ``numel`` elements."""
+    """A long vector whose parts are made one after the other."""
 
     numel: int
     dtype: torch.dtype
@@ -75,129 +68,115 @@ class TreeWriter:
         self.storages: list[LazyFlat] = []
 
     def dumps(self, tree: Any) -> bytes:
-        """Return the pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, namespaces, ``Tensor``,
-        ``LazyTensor``, ``LazyFlat``, dtypes and ``Object``. Two references to one list become two lists; tensors that
-        share a storage still share it.
+        """Return the pickle of plain data, namespaces, tensors, lazy ones, dtypes and ``Object``.
+
+        Two references to one list become two lists; tensors that share a storage still share it.
         """
         self._parts = [b"\x80\x02"]
         self._value(tree)
         return b"".join([*self._parts, b"."])
 
-    def _out(self, *parts: bytes) -> None:
-        self._parts += parts
-
     def _value(self, value: Any) -> None:
+        # Protocol 2, with the opcodes that torch's restricted loader knows. A class is written as text: the program
+        # that has it need not be installed.
+        out = self._parts.append
         if value is None or isinstance(value, bool):
-            self._out({None: b"N", True: b"\x88", False: b"\x89"}[value])
+            out({None: b"N", True: b"\x88", False: b"\x89"}[value])
+        elif isinstance(value, int) and -(1 << 31) <= value < 1 << 31:
+            out(b"J" + struct.pack("<i", value))
         elif isinstance(value, int):
-            self._int(value)
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            if len(data) > 255:
+                raise ValueError(f"an integer of {len(data):,} bytes cannot be written into a torch file")
+            out(b"\x8a" + bytes([len(data)]) + data)
         elif isinstance(value, float):
-            self._out(b"G", struct.pack(">d", value))
+            out(b"G" + struct.pack(">d", value))
         elif isinstance(value, str):
             data = value.encode("utf-8")
-            self._out(b"X", struct.pack("<I", len(data)), data)
+            out(b"X" + struct.pack("<I", len(data)) + data)
         elif isinstance(value, bytes):
             self._call("_codecs.encode", value.decode("latin-1"), "latin1")
         elif isinstance(value, torch.Size):
             self._call("torch.Size", tuple(value))
         elif isinstance(value, tuple):
             self._items(value)
-            self._out(b"t")
+            out(b"t")
         elif isinstance(value, list):
-            self._out(b"]")
+            out(b"]")
             self._items(value)
-            self._out(b"e")
+            out(b"e")
         elif isinstance(value, dict):
             if isinstance(value, OrderedDict):
                 self._call("collections.OrderedDict")
             else:
-                self._out(b"}")
+                out(b"}")
             self._items(part for pair in value.items() for part in pair)
-            self._out(b"u")
+            out(b"u")
         elif isinstance(value, Namespace):
             self._value(Object("argparse.Namespace", state=vars(value)))
         elif isinstance(value, Object):
-            self._object(value)
+            if value.args:
+                self._call(value.name, *value.args)
+            else:
+                self._global(value.name)
+                out(b")\x81")
+            if value.state is not None:
+                self._value(value.state)
+                out(b"b")
         elif isinstance(value, torch.dtype):
             self._global(str(value))
-        elif isinstance(value, Tensor):
-            self._tensor(value.detach().cpu())
-        elif isinstance(value, (LazyTensor, LazyFlat)):
-            shape = value.shape if isinstance(value, LazyTensor) else (value.numel,)
-            stride = torch.empty(shape, device="meta").stride()
-            storage = LazyFlat(torch.Size(shape).numel(), value.dtype, value.parts)
-            self._rebuild(object(), storage, 0, tuple(shape), stride)
+        elif isinstance(value, (Tensor, LazyTensor, LazyFlat)):
+            self._tensor(value)
         else:
             raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written into a torch"
                             " file")  # fmt: skip
 
     def _items(self, items: Iterable[Any]) -> None:
-        self._out(b"(")
+        self._parts.append(b"(")
         for item in items:
             self._value(item)
 
-    def _int(self, value: int) -> None:
-        if -(1 << 31) <= value < 1 << 31:
-            self._out(b"J", struct.pack("<i", value))
-            return
-        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        if len(data) > 255:
-            raise ValueError(f"an integer of {len(data):,} bytes cannot be written into a torch file")
-        self._out(b"\x8a", bytes([len(data)]), data)
-
     def _global(self, name: str) -> None:
         module, _, last = name.rpartition(".")
-        self._out(f"c{module}\n{last}\n".encode())
+        self._parts.append(f"c{module}\n{last}\n".encode())
 
     def _call(self, name: str, *args: Any) -> None:
         self._global(name)
         self._value(args)
-        self._out(b"R")
+        self._parts.append(b"R")
 
-    def _object(self, value: Object) -> None:
-        if value.args:
-            self._call(value.name, *value.args)
+    def _tensor(self, value: Tensor | LazyTensor | LazyFlat) -> None:
+        # the call that makes a tensor; ``identity`` is equal for tensors that share a storage
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            numel = value.untyped_storage().nbytes() // value.element_size()
+            flat = value.as_strided((numel,), (1,), 0)
+            identity = (value.untyped_storage().data_ptr(), value.dtype) if numel else object()
+            storage = LazyFlat(numel, value.dtype, lambda: [flat])
+            offset, shape, stride = int(value.storage_offset()), tuple(value.shape), value.stride()
         else:
-            self._global(value.name)
-            self._out(b")\x81")
-        if value.state is not None:
-            self._value(value.state)
-            self._out(b"b")
-
-    def _tensor(self, value: Tensor) -> None:
-        numel = value.untyped_storage().nbytes() // value.element_size()
-        flat = value.as_strided((numel,), (1,), 0)
-        identity = (value.untyped_storage().data_ptr(), value.dtype) if numel else object()
-        storage = LazyFlat(numel, value.dtype, lambda: [flat])
-        self._rebuild(identity, storage, int(value.storage_offset()), tuple(value.shape), value.stride())
-
-    def _rebuild(self, identity: Any, storage: LazyFlat, offset: int, shape: Shape, stride: Shape) -> None:
-        """Write the call that makes a tensor; ``identity`` is equal for tensors that share a storage."""
+            shape = tuple(value.shape) if isinstance(value, LazyTensor) else (value.numel,)
+            identity, storage = object(), LazyFlat(torch.Size(shape).numel(), value.dtype, value.parts)
+            offset, stride = 0, torch.empty(shape, device="meta").stride()
         if identity not in self._keys:
             self._keys[identity] = str(len(self.storages))
             self.storages.append(storage)
         # newer dtypes have no class of storages: their bytes have, the tensor its dtype
         numel, dtype, typed = storage.numel, storage.dtype, _STORAGES.get(storage.dtype)
         self._global(f"torch._utils._rebuild_tensor_v{2 if typed else 3}")
-        self._out(b"((")
+        self._parts.append(b"((")
         self._value("storage")
         self._global(f"torch.{typed or 'storage.UntypedStorage'}")
         for part in (self._keys[identity], "cpu", numel if typed else numel * dtype.itemsize):
             self._value(part)
-        self._out(b"tQ")
+        self._parts.append(b"tQ")
         for part in (offset, shape, stride, False, OrderedDict(), *(() if typed else (dtype,))):
             self._value(part)
-        self._out(b"tR")
+        self._parts.append(b"tR")
 
 
 def write_torch_file(path: str | Path, tree: Any) -> int:
-    """Write a file of torch.save atomically: afterwards it is complete and synced to disk, or it does not exist.
-
-    Args:
-        tree: as in ``TreeWriter.dumps``; a ``LazyTensor`` is made when its turn comes.
-    Returns:
-        Size of the file in bytes.
-    """
+    """Write a file of torch.save that is complete and on the disk, or is not there; return its size."""
     path = Path(path)
     if path.exists():
         raise FileExistsError(f"{path} is there already")
@@ -235,19 +214,18 @@ def append_torch_file(file: IO[bytes], tree: Any) -> int:
             if info.file_size != size:
                 raise ValueError(f"{name}: announced {size:,} bytes, made {info.file_size:,}")
 
+        def memories(storage: LazyFlat) -> Iterator[memoryview]:
+            for part in storage.parts():
+                if part.dtype != storage.dtype:
+                    raise ValueError(f"announced {storage.dtype}, made {part.dtype}")
+                yield memory_of(part.detach().cpu().contiguous())
+
         add("data.pkl", len(pickled), [pickled])
         add("byteorder", 6, [b"little"])
         for key, storage in enumerate(writer.storages):
-            add(f"data/{key}", storage.numel * storage.dtype.itemsize, _memories(storage))
+            add(f"data/{key}", storage.numel * storage.dtype.itemsize, memories(storage))
         add("version", 2, [b"3\n"])
     return tail.tell()
-
-
-def _memories(storage: LazyFlat) -> Iterator[memoryview]:
-    for part in storage.parts():
-        if part.dtype != storage.dtype:
-            raise ValueError(f"announced {storage.dtype}, made {part.dtype}")
-        yield memory_of(part.detach().cpu().contiguous())
 
 
 class _Tail:

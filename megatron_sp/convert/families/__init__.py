@@ -1,4 +1,4 @@
-"""Model families of Hugging Face: their config.json and tensor names, mapped to ours."""
+"""Model families of Hugging Face, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family() for family in _ALL}
 
 
 def family_named(document: dict[str, Any], path: Path) -> Family:
-    """Return the family that a Hugging Face configuration names. Raises CheckpointError if there is none."""
+    """Return the family that a config.json names."""
     name = document.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{path}: model_type is {str(name)[:100]!r}: only {', '.join(FAMILIES)} can be converted")
@@ -24,7 +24,8 @@ def family_named(document: dict[str, Any], path: Path) -> Family:
 
 
 def family_for(model: Model) -> Family:
-    """Return the family that computes what a model does: the one it came from if it fits, else the first that does."""
+    """Return a family that computes what a model does."""
+    # the one it came from if it fits, else the first that does
     original = model.settings.get("hf")
     first = original.get("model_type") if isinstance(original, dict) else None
     families = sorted(FAMILIES.values(), key=lambda family: family.model_type != first)

@@ -7,7 +7,6 @@ tensor for each expert; transformers stacks them in memory, and stacked files ar
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,59 +14,50 @@ from typing import Any
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.config.schema_model import MOST_LAYERS
 from megatron_sp.convert.copies import Copy, Index, View
-from megatron_sp.convert.families.family import (
-    ACTIVATIONS,
-    ALL,
-    BIAS,
-    WEIGHT,
-    Family,
-    Settings,
-    Sizes,
-    Tensors,
-    blocks,
-    gate_up,
-    key,
-    kinds,
-    misfit,
-    query,
-    same,
-    separate_qkv,
-    set_activation,
-    set_biases,
-    value,
-    word_of,
-)
+from megatron_sp.convert.families.family import ALL, BIAS, BOTH, HIDDEN_ACT, SIZES, WEIGHT, Entry, Family, Settings
+
+from megatron_sp.convert.families.family import Sizes, Tensors, blocks, fused_parts, gate_up, kinds  # isort: skip
+from megatron_sp.convert.families.family import of_layer_norm, pattern_of, rotary_entries, same  # isort: skip
+from megatron_sp.convert.families.family import separate_qkv, set_activation, set_biases  # isort: skip
 from megatron_sp.utils.errors import CheckpointError
 
+_MASK, _FREQUENCIES = "the causal mask, which is not a weight", "rotary frequencies, which are worked out"
 _TURNED = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
 
 
 class GPT2(Family):
     """transformers' GPT-2."""
 
-    model_type, prefix = "gpt2", "transformer."
+    model_type, prefix, name, head, is_tied = "gpt2", "transformer.", "GPT2", "LMHeadModel", True
+    ignored: Mapping[str, str] = {r"transformer\.h\.\d+\.attn\.(masked_)?bias": _MASK}
+    entries = (
+        Entry("n_layer", "num_layers"), Entry("n_embd", "hidden_size"), Entry("n_head", "num_attention_heads"),
+        Entry("n_positions", "max_position_embeddings"), Entry("n_inner", "ffn_hidden_size", None),
+        Entry("vocab_size", "vocab_size"), Entry("layer_norm_epsilon", "norm_epsilon", 1e-5, float),
+        Entry("attn_pdrop", "attention_dropout", 0.1, float), Entry("resid_pdrop", "hidden_dropout", 0.1, float),
+        Entry("initializer_range", "init_method_std", 0.02, float),
+    )  # fmt: skip
 
-    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
+    def complete(self, config: ModelConfig, settings: Settings, tensors: Tensors) -> None:
         settings.require("scale_attn_weights", True, "leaves attention scores as they are")
         why = "divides attention scores by the number of the layer"
         settings.require("scale_attn_by_inverse_layer_idx", False, why)
         settings.require("add_cross_attention", False, "attends to another model")
-        hidden = settings.count("n_embd")
-        config = ModelConfig(
-            num_layers=settings.count("n_layer"), hidden_size=hidden, num_attention_heads=settings.count("n_head"),
-            seq_length=settings.count("n_positions"), max_position_embeddings=settings.count("n_positions"),
-            ffn_hidden_size=settings.count("n_inner", None) or 4 * hidden, vocab_size=settings.count("vocab_size"),
-            norm_epsilon=settings.get("layer_norm_epsilon", float, 1e-5),
-            untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, True),
-            attention_dropout=settings.get("attn_pdrop", float, 0.1),
-            hidden_dropout=settings.get("resid_pdrop", float, 0.1),
-            init_method_std=settings.get("initializer_range", float, 0.02),
-        )  # fmt: skip
-        set_activation(config, settings.choice("activation_function", ACTIVATIONS, "gelu_new"))
-        return config
+        config.seq_length = config.max_position_embeddings
+        config.ffn_hidden_size = config.ffn_hidden_size or 4 * (config.hidden_size or 0)
+        set_activation(config, settings, "activation_function", "gelu_new")
 
-    def ignored(self, config: ModelConfig) -> Mapping[str, str]:
-        return {r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which is not a weight"}
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "activation_function": HIDDEN_ACT[config.activation], "embd_pdrop": config.hidden_dropout,
+            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        }  # fmt: skip
+
+    def wanted(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "model_family": "gpt", "position_embedding_type": "learned_absolute", "swiglu": False,
+            "disable_bias_linear": False, **of_layer_norm(config),
+        }  # fmt: skip
 
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
         s = Sizes.of(config)
@@ -75,44 +65,21 @@ class GPT2(Family):
         yield from same("embedding.position_embeddings", "transformer.wpe")
         for i, ours in blocks(config):
             theirs = f"transformer.h.{i}."
-            yield from same(f"{ours}input_layernorm", f"{theirs}ln_1", (WEIGHT, BIAS))
-            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}ln_2", (WEIGHT, BIAS))
-            for part, rows in enumerate((query, key, value)):
-                wide = (s.g, s.r, s.d) if part == 0 else (s.n, s.d)
-                bias = View(f"{theirs}attn.c_attn.bias", (3, *wide), (part,), stored=(3 * s.h,))
-                turned, stored = (*range(1, len(wide) + 1), 0), (s.h, 3 * s.h)
-                weight = View(f"{theirs}attn.c_attn.weight", (s.h, 3, *wide), (ALL, part), turned, stored)
-                yield Copy(rows(f"{ours}self_attention.linear_qkv", s, BIAS), bias)
-                yield Copy(rows(f"{ours}self_attention.linear_qkv", s, WEIGHT), weight)
+            yield from same(f"{ours}input_layernorm", f"{theirs}ln_1", BOTH)
+            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}ln_2", BOTH)
+            biases, weights = (fused_parts(f"{ours}self_attention.linear_qkv", s, kind) for kind in (BIAS, WEIGHT))
+            for part in range(3):
+                heads = (s.n, s.d) if part else (s.g, s.r, s.d)
+                bias = View(f"{theirs}attn.c_attn.bias", (3, *heads), (part,), stored=(3 * s.h,))
+                turned, stored = (*range(1, len(heads) + 1), 0), (s.h, 3 * s.h)
+                weight = View(f"{theirs}attn.c_attn.weight", (s.h, 3, *heads), (ALL, part), turned, stored)
+                yield from (Copy(biases[part], bias), Copy(weights[part], weight))
             for a, b in _TURNED.items():
                 yield from same(f"{ours}{a}", f"{theirs}{b}", (BIAS,))
                 yield Copy(View(f"{ours}{a}.weight"), View(f"{theirs}{b}.weight", order=(1, 0)))
-        yield from same("decoder.final_layernorm", "transformer.ln_f", (WEIGHT, BIAS))
+        yield from same("decoder.final_layernorm", "transformer.ln_f", BOTH)
         if config.untie_embeddings_and_output_weights:
             yield from same("output_layer", "lm_head")
-
-    def architecture(self, config: ModelConfig, num_classes: int) -> str:
-        return "GPT2LMHeadModel"
-
-    def fits(self, config: ModelConfig) -> str | None:
-        assert config.num_attention_heads
-        return misfit(
-            config, model_family="gpt", position_embedding_type="learned_absolute", normalization="LayerNorm",
-            swiglu=False, relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False,
-            apply_layernorm_1p=False, num_groups=config.num_attention_heads,
-            head_dim=(config.hidden_size or 0) // config.num_attention_heads,
-        )  # fmt: skip
-
-    def document(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_attention_heads,
-            "n_positions": config.max_positions, "n_inner": config.ffn_size, "vocab_size": config.vocab_size,
-            "activation_function": word_of(config.activation), "layer_norm_epsilon": config.norm_epsilon,
-            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            "attn_pdrop": config.attention_dropout, "resid_pdrop": config.hidden_dropout,
-            "embd_pdrop": config.hidden_dropout, "initializer_range": config.init_method_std,
-            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-        }  # fmt: skip
 
 
 _LINEAR = (
@@ -120,122 +87,107 @@ _LINEAR = (
     ("self_attention.linear_proj", "attention.dense", "proj_bias"), ("mlp.linear_fc1", "mlp.dense_h_to_4h", "mlp_bias"),
     ("mlp.linear_fc2", "mlp.dense_4h_to_h", "mlp_bias"),
 )  # fmt: skip
+_DROPOUT = Entry("attention_dropout", "attention_dropout", 0.0, float)
 
 
 class GPTNeoX(Family):
     """transformers' GPT-NeoX (Pythia)."""
 
-    model_type, prefix = "gpt_neox", "gpt_neox."
+    model_type, prefix, name, is_tied = "gpt_neox", "gpt_neox.", "GPTNeoX", False
+    ignored: Mapping[str, str] = {
+        r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": _MASK,
+        r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq": _FREQUENCIES,
+    }
+    entries = (
+        *SIZES, Entry("max_position_embeddings", "seq_length", 2048),
+        Entry("layer_norm_eps", "norm_epsilon", 1e-5, float), _DROPOUT,
+        Entry("hidden_dropout", "hidden_dropout", 0.0, float),
+        Entry("use_parallel_residual", "use_parallel_residual", True, bool),
+    )  # fmt: skip
 
-    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
-        positions = settings.count("max_position_embeddings", 2048)
-        config = ModelConfig(
-            num_layers=settings.count("num_hidden_layers"), hidden_size=settings.count("hidden_size"),
-            num_attention_heads=settings.count("num_attention_heads"),
-            ffn_hidden_size=settings.count("intermediate_size"), seq_length=positions,
-            vocab_size=settings.count("vocab_size"), position_embedding_type="rope",
-            norm_epsilon=settings.get("layer_norm_eps", float, 1e-5),
-            use_parallel_residual=settings.get("use_parallel_residual", bool, True),
-            untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
-            attention_dropout=settings.get("attention_dropout", float, 0.0),
-            hidden_dropout=settings.get("hidden_dropout", float, 0.0),
-            init_method_std=settings.get("initializer_range", float, 0.02),
-        )  # fmt: skip
-        set_activation(config, settings.choice("hidden_act", ACTIVATIONS, "gelu"))
-        attention = settings.get("attention_bias", bool, True)
-        set_biases(config, qkv=attention, proj=attention, mlp=True)
+    def complete(self, config: ModelConfig, settings: Settings, tensors: Tensors) -> None:
+        config.position_embedding_type = "rope"
+        set_activation(config, settings, "hidden_act", "gelu")
+        set_biases(config, attention=settings.get("attention_bias", bool, True), mlp=True)
         settings.take_rotary(config, share=0.25, base="rotary_emb_base", percent="rotary_pct")
-        return config
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        rotary = rotary_entries(config, base="rotary_emb_base", percent="rotary_pct")
+        return {"hidden_act": HIDDEN_ACT[config.activation], "attention_bias": config.qkv_bias, **rotary}
+
+    def wanted(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "model_family": "gpt", "position_embedding_type": "rope", "is_gated": False, **of_layer_norm(config),
+            "mlp_bias": True, "proj_bias": config.qkv_bias, "use_parallel_residual": config.use_parallel_residual,
+            "rope_scaling": config.rope_scaling,
+            "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor,
+        }  # fmt: skip
 
     def renamed(self, name: str) -> str:
         return "embed_out.weight" if name == "lm_head.weight" else name  # the class and its files name it differently
-
-    def ignored(self, config: ModelConfig) -> Mapping[str, str]:
-        return {
-            r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which is not a weight",
-            r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq": "rotary frequencies, which are worked out",
-        }
 
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
         yield from same("embedding.word_embeddings", "gpt_neox.embed_in")
         for i, ours in blocks(config):
             theirs = f"gpt_neox.layers.{i}."
-            yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm", (WEIGHT, BIAS))
-            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", (WEIGHT, BIAS))
+            yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm", BOTH)
+            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", BOTH)
             for a, b, bias in _LINEAR:
                 yield from same(f"{ours}{a}", f"{theirs}{b}", kinds(getattr(config, bias)))
-        yield from same("decoder.final_layernorm", "gpt_neox.final_layer_norm", (WEIGHT, BIAS))
+        yield from same("decoder.final_layernorm", "gpt_neox.final_layer_norm", BOTH)
         if config.untie_embeddings_and_output_weights:
             yield from same("output_layer", "embed_out")
 
-    def architecture(self, config: ModelConfig, num_classes: int) -> str:
-        return "GPTNeoXForCausalLM"
-
-    def fits(self, config: ModelConfig) -> str | None:
-        assert config.num_attention_heads
-        return misfit(
-            config, model_family="gpt", position_embedding_type="rope", normalization="LayerNorm", is_gated=False,
-            squared_relu=False, relu=config.relu, qk_layernorm=False, apply_layernorm_1p=False,
-            num_groups=config.num_attention_heads, mlp_bias=True,
-            head_dim=(config.hidden_size or 0) // config.num_attention_heads, proj_bias=config.qkv_bias,
-            use_parallel_residual=config.use_parallel_residual, rope_scaling=config.rope_scaling,
-            rotary_seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
-        )  # fmt: skip
-
-    def document(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
-            "num_attention_heads": config.num_attention_heads, "intermediate_size": config.ffn_size,
-            "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
-            "hidden_act": word_of(config.activation), "layer_norm_eps": config.norm_epsilon,
-            "use_parallel_residual": config.use_parallel_residual, "attention_bias": config.qkv_bias,
-            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            "attention_dropout": config.attention_dropout, "hidden_dropout": config.hidden_dropout,
-            "initializer_range": config.init_method_std,
-            **Settings.rotary(config, base="rotary_emb_base", percent="rotary_pct"),
-        }  # fmt: skip
-
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 class Llama(Family):
     """transformers' Llama 1 to 3.2; base of the families that differ from it in few entries."""
 
-    model_type, prefix, name = "llama", "model.", "Llama"
-    groups_if_absent: int | None = None
+    model_type, prefix, name, is_tied = "llama", "model.", "Llama", False
+    ignored: Mapping[str, str] = {r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": _FREQUENCIES}
+    entries = (*SIZES, Entry("max_position_embeddings", "seq_length", 2048), _DROPOUT)
+    groups_if_absent: int | None = None  # key/value heads where the entry is missing; None: as many as query heads
     eps_if_absent, theta_if_absent = 1e-6, 10000.0
 
-    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
-        heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
+    def complete(self, config: ModelConfig, settings: Settings, tensors: Tensors) -> None:
+        heads, hidden = config.num_attention_heads or 1, config.hidden_size or 0
         settings.choice("hidden_act", dict.fromkeys(("silu", "swish")), "silu")  # two names of one function
-        config = ModelConfig(
-            num_layers=settings.count("num_hidden_layers"), hidden_size=hidden, num_attention_heads=heads,
-            num_query_groups=self._groups(settings, heads), kv_channels=settings.count("head_dim", hidden // heads),
-            seq_length=settings.count("max_position_embeddings", 2048),
-            ffn_hidden_size=settings.count("intermediate_size"), vocab_size=settings.count("vocab_size"),
-            position_embedding_type="rope", normalization="RMSNorm",
-            norm_epsilon=settings.get("rms_norm_eps", float, self.eps_if_absent), swiglu=True, disable_bias_linear=True,
-            untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
-            attention_dropout=settings.get("attention_dropout", float, 0.0), hidden_dropout=0.0,
-            init_method_std=settings.get("initializer_range", float, 0.02),
-        )  # fmt: skip
+        absent = "num_key_value_heads" not in settings.document  # null means as many as query heads
+        groups = settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads)
+        config.num_query_groups, config.kv_channels = int(groups), settings.count("head_dim", hidden // heads)
+        config.norm_epsilon = settings.get("rms_norm_eps", float, self.eps_if_absent)
+        config.position_embedding_type, config.normalization, config.swiglu = "rope", "RMSNorm", True
+        config.disable_bias_linear, config.hidden_dropout = True, 0.0
         settings.take_rotary(config, theta=self.theta_if_absent)
         self.take_own(config, settings)
-        return config
-
-    def _groups(self, settings: Settings, heads: int) -> int:
-        absent = "num_key_value_heads" not in settings.document
-        return int(settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads))
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         """Set the fields that are specific to this family."""
-        attention = settings.get("attention_bias", bool, False)
-        set_biases(config, qkv=attention, proj=attention, mlp=settings.get("mlp_bias", bool, False))
+        attention, mlp = settings.get("attention_bias", bool, False), settings.get("mlp_bias", bool, False)
+        set_biases(config, attention=attention, mlp=mlp)
 
-    def ignored(self, config: ModelConfig) -> Mapping[str, str]:
-        return {_ROTARY: "rotary frequencies, which are worked out"}
+    def wanted(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm",
+            "swiglu": True, "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
+            "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor, **self.own(config),
+        }  # fmt: skip
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the required values of the fields that are specific to this family."""
+        return {"proj_bias": config.qkv_bias}
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_key_value_heads": config.num_groups, "head_dim": config.head_dim, "hidden_act": "silu",
+            "rms_norm_eps": config.norm_epsilon, **rotary_entries(config), **self.more_entries(config),
+        }  # fmt: skip
+
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the entries of config.json that are specific to this family."""
+        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
         s = Sizes.of(config)
@@ -246,9 +198,9 @@ class Llama(Family):
             qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
             yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm")
             yield from separate_qkv(f"{ours}self_attention.linear_qkv", qkv, s, kinds(config.qkv_bias))
-            yield from same(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", kinds(config.proj_bias))
+            yield from same(f"{ours}self_attention.linear_proj", f"{attention}o_proj", kinds(config.proj_bias))
             yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm")
-            yield from self.of_mlp(config, i, f"{ours}mlp.", f"{theirs}mlp.")
+            yield from self.of_mlp(config, i, f"{ours}mlp.", theirs)
             if config.qk_layernorm:
                 yield from same(f"{ours}self_attention.q_layernorm", f"{attention}q_norm")
                 yield from same(f"{ours}self_attention.k_layernorm", f"{attention}k_norm")
@@ -257,47 +209,16 @@ class Llama(Family):
             yield from same("output_layer", "lm_head")
 
     def of_mlp(self, config: ModelConfig, layer: int, ours: str, theirs: str) -> Iterable[Copy]:
-        """Yield the copies of a layer's MLP; the arguments are the prefixes of the names."""
-        which = kinds(config.mlp_bias)
+        """Yield the copies of a layer's MLP, given the prefix of our names of it and of their names of the layer."""
+        which, theirs = kinds(config.mlp_bias), f"{theirs}mlp."
         yield from gate_up(f"{ours}linear_fc1", f"{theirs}gate_proj", f"{theirs}up_proj", config.ffn_size, which)
         yield from same(f"{ours}linear_fc2", f"{theirs}down_proj", which)
-
-    def architecture(self, config: ModelConfig, num_classes: int) -> str:
-        return f"{self.name}ForCausalLM"
-
-    def fits(self, config: ModelConfig) -> str | None:
-        wanted = {
-            "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm",
-            "swiglu": True, "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
-            "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor,
-        }  # fmt: skip
-        return misfit(config, **{**wanted, **self.own(config)})
-
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the required values of the fields that are specific to this family."""
-        return {"proj_bias": config.qkv_bias}
-
-    def document(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
-            "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_groups,
-            "head_dim": config.head_dim, "intermediate_size": config.ffn_size,
-            "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size, "hidden_act": "silu",
-            "rms_norm_eps": config.norm_epsilon, "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            "attention_dropout": config.attention_dropout, "initializer_range": config.init_method_std,
-            **Settings.rotary(config), **self.own_entries(config),
-        }  # fmt: skip
-
-    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the entries of config.json that are specific to this family."""
-        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
 class Mistral(Llama):
     """Llama with a sliding window and without biases."""
 
-    model_type, name = "mistral", "Mistral"
-    groups_if_absent = 8
+    model_type, name, groups_if_absent = "mistral", "Mistral", 8
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         """Set the window: null means none, a missing entry means 4096, the default of transformers."""
@@ -306,48 +227,42 @@ class Mistral(Llama):
     def own(self, config: ModelConfig) -> dict[str, Any]:
         return {"window_size": config.window_size, "qkv_bias": False, "proj_bias": False, "mlp_bias": False}
 
-    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": config.window_size}
 
 
 class Qwen2(Llama):
     """Llama with biases on queries, keys and values only, and a sliding window in all layers or in none."""
 
-    model_type, name = "qwen2", "Qwen2"
-    groups_if_absent = 32
+    model_type, name, groups_if_absent = "qwen2", "Qwen2", 32
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        set_biases(config, attention=True, proj=False, mlp=False)
         absent = "sliding_window" not in settings.document  # null means no window
-        window = None
+        window, where, layers = None, settings.where, config.num_layers or 0
         if settings.get("use_sliding_window", bool, False):
             window = settings.count("sliding_window", 4096 if absent else None)
-        config.window_size = self._window(settings, window, settings.count("num_hidden_layers"))
-        set_biases(config, qkv=True, proj=False, mlp=False)
-
-    def _window(self, settings: Settings, window: int | None, layers: int) -> int | None:
-        first, where = settings.get("max_window_layers", int, 28), settings.where
+        first = settings.get("max_window_layers", int, 28)
         usual = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
-        kinds = [str(kind) for kind in settings.get("layer_types", list, usual)]
-        if others := set(kinds) - {_FULL, _SLIDING}:
+        types = [str(kind) for kind in settings.get("layer_types", list, usual)]
+        if others := set(types) - {_FULL, _SLIDING}:
             raise CheckpointError(f"{where}: layer_types has {', '.join(sorted(others))[:100]!r}, which is another"
                                   f" attention: only {_FULL!r} and {_SLIDING!r} can be converted")  # fmt: skip
-        if len(kinds) != layers:
-            raise CheckpointError(f"{where}: layer_types has {len(kinds)} entries, and there are {layers} layers")
-        if len(set(kinds)) > 1:
-            raise CheckpointError(f"{where}: {kinds.count(_SLIDING)} of {layers} layers have a window"
+        if len(types) != layers:
+            raise CheckpointError(f"{where}: layer_types has {len(types)} entries, and there are {layers} layers")
+        if len(set(types)) > 1:
+            raise CheckpointError(f"{where}: {types.count(_SLIDING)} of {layers} layers have a window"
                                   f" (max_window_layers {first}, layer_types), and a model here has one in all of its"
                                   " layers or in none: it cannot be converted")  # fmt: skip
-        if kinds[0] == _FULL:
-            return None
-        if window is None:
+        if types[0] == _SLIDING and window is None:
             raise CheckpointError(f"{where}: layer_types gives every layer a window, and use_sliding_window and"
                                   " sliding_window give none")  # fmt: skip
-        return window
+        config.window_size = window if types[0] == _SLIDING else None
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
         return {"window_size": config.window_size, "qkv_bias": True, "proj_bias": False, "mlp_bias": False}
 
-    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         if config.window_size is None:
             return {"use_sliding_window": False}
         return {"use_sliding_window": True, "sliding_window": config.window_size, "max_window_layers": 0}
@@ -375,6 +290,21 @@ class _Experts(Llama):
                                   f" {config.moe_aux_loss_coeff:g}")  # fmt: skip
         config.moe_router_load_balancing_type = "global_aux_loss" if config.moe_aux_loss_coeff else None
 
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "has_experts": True, "shared_expert_size": 0, "moe_router_score_function": "softmax",
+            "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "mlp_bias": False,
+        }  # fmt: skip
+
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            self.num_experts: config.num_experts, "num_experts_per_tok": config.moe_router_topk,
+            self.expert_width: config.expert_ffn_size, "router_aux_loss_coef": config.moe_aux_loss_coeff,
+        }  # fmt: skip
+
+    def renamed(self, name: str) -> str:
+        return re.sub(r"(model\.layers\.\d+\.)mlp\.gate\.", rf"\1{self.inside}gate.", name)
+
     def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
         match = _STACKED.fullmatch(name)
         if match is None or len(shape) != 3 or not 1 <= shape[0] <= _MOST_EXPERTS:
@@ -390,14 +320,11 @@ class _Experts(Llama):
                 regions[f"{prefix}{self.up}.weight"] = (expert, slice(half, None))
         return regions
 
-    def renamed(self, name: str) -> str:
-        return re.sub(r"(model\.layers\.\d+\.)mlp\.gate\.", rf"\1{self.inside}gate.", name)
-
     def of_mlp(self, config: ModelConfig, layer: int, ours: str, theirs: str) -> Iterable[Copy]:
         if layer not in config.expert_layers(config.num_layers or 0):
             yield from super().of_mlp(config, layer, ours, theirs)
             return
-        inside = f"{theirs.removesuffix('mlp.')}{self.inside}"
+        inside = f"{theirs}{self.inside}"
         yield from same(f"{ours}router", f"{inside}gate")
         for expert in range(config.num_experts or 0):
             name = f"{inside}experts.{expert}."
@@ -405,26 +332,18 @@ class _Experts(Llama):
             yield from gate_up(f"{ours}experts.linear_fc1", gate, up, width, expert=expert)
             yield Copy(View(f"{ours}experts.linear_fc2.weight", None, (expert,)), View(f"{name}{self.down}.weight"))
 
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            "has_experts": True, "shared_expert_size": 0, "moe_router_score_function": "softmax",
-            "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "mlp_bias": False,
-        }  # fmt: skip
 
-    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            self.num_experts: config.num_experts, "num_experts_per_tok": config.moe_router_topk,
-            self.expert_width: config.expert_ffn_size, "router_aux_loss_coef": config.moe_aux_loss_coeff,
-        }  # fmt: skip
+def _everywhere(config: ModelConfig) -> str:
+    # of all spellings of "experts in every layer" the one that this model has, so that it fits
+    layers = config.num_layers or 0
+    return config.moe_layer_freq if len(config.expert_layers(layers)) == layers else "1"
 
 
 class Mixtral(_Experts):
     """Mistral with experts in all layers, whose weights sum to 1."""
 
-    model_type, name = "mixtral", "Mixtral"
-    groups_if_absent = 8
-    inside, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
-    num_experts = "num_local_experts"
+    model_type, name, groups_if_absent = "mixtral", "Mixtral", 8
+    inside, gate, up, down, num_experts = "block_sparse_moe.", "w1", "w3", "w2", "num_local_experts"
     eps_if_absent, theta_if_absent = 1e-5, 1e6
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
@@ -438,73 +357,55 @@ class Mixtral(_Experts):
             "moe_router_pre_softmax": False, "moe_layer_freq": _everywhere(config),
         }  # fmt: skip
 
-    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
-        return {**super().own_entries(config), "sliding_window": config.window_size}
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {**super().more_entries(config), "sliding_window": config.window_size}
 
 
 class Qwen3Moe(_Experts):
     """Qwen3 with experts in some or all layers, norms on query and key heads, a window in all layers or in none."""
 
-    model_type, name = "qwen3_moe", "Qwen3Moe"
-    groups_if_absent = 4
-    expert_width = "moe_intermediate_size"
+    model_type, name, groups_if_absent, expert_width = "qwen3_moe", "Qwen3Moe", 4, "moe_intermediate_size"
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         super().take_own(config, settings)
-        attention = settings.get("attention_bias", bool, False)
-        set_biases(config, qkv=attention, proj=attention, mlp=False)
+        set_biases(config, attention=settings.get("attention_bias", bool, False), mlp=False)
         config.qk_layernorm = True
         config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
         if settings.get("use_sliding_window", bool, False):
             absent = "sliding_window" not in settings.document
             config.window_size = settings.count("sliding_window", 4096 if absent else None)
         step, dense = settings.count("decoder_sparse_step", 1), settings.get("mlp_only_layers", list, [])
-        assert config.num_layers
-        if config.num_layers <= MOST_LAYERS:  # else it is refused elsewhere
-            config.moe_layer_freq = _pattern([i not in dense and (i + 1) % step == 0 for i in range(config.num_layers)])
-        if config.moe_layer_freq == _pattern([False] * config.num_layers):
+        layers = config.num_layers or 0
+        if layers <= MOST_LAYERS:  # else it is refused elsewhere
+            config.moe_layer_freq = pattern_of(i not in dense and (i + 1) % step == 0 for i in range(layers))
+        if config.moe_layer_freq == pattern_of([False] * layers):
             raise CheckpointError(f"{settings.where}: decoder_sparse_step and mlp_only_layers leave no layer with"
                                   " experts: it is not a mixture")  # fmt: skip
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            **super().own(config), "window_size": config.window_size, "proj_bias": config.qkv_bias,
-            "qk_layernorm": True,
-        }  # fmt: skip
+        own = {"window_size": config.window_size, "proj_bias": config.qkv_bias, "qk_layernorm": True}
+        return {**super().own(config), **own}
 
-    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         layers = range(config.num_layers or 0)
         window = {} if config.window_size is None else {"sliding_window": config.window_size}
         return {
-            **super().own_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
+            **super().more_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
             "decoder_sparse_step": 1, "mlp_only_layers": sorted(set(layers) - set(config.expert_layers(len(layers)))),
             "intermediate_size": config.ffn_size, "attention_bias": config.qkv_bias,
             "use_sliding_window": config.window_size is not None, **window,
         }  # fmt: skip
 
 
-def _everywhere(config: ModelConfig) -> str:
-    layers = config.num_layers or 0
-    return config.moe_layer_freq if len(config.expert_layers(layers)) == layers else "1"
-
-
-def _pattern(layers: list[bool]) -> str:
-    if all(layers):
-        return "1"
-    return "+".join(f"[{int(has)}]*{len(list(run))}" for has, run in itertools.groupby(layers))
-
-
 class Olmoe(_Experts):
     """OLMoE: experts in all layers, norms over all queries and over all keys of a token."""
 
-    model_type, name, aux_coeff = "olmoe", "Olmoe", 0.01
-    eps_if_absent = 1e-5
+    model_type, name, aux_coeff, eps_if_absent = "olmoe", "Olmoe", 0.01, 1e-5
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         settings.require("clip_qkv", None, "limits queries, keys and values")
         super().take_own(config, settings)
-        attention = settings.get("attention_bias", bool, False)
-        set_biases(config, qkv=attention, proj=attention, mlp=False)
+        set_biases(config, attention=settings.get("attention_bias", bool, False), mlp=False)
         config.qk_layernorm, config.qk_layernorm_scope = True, "all"
         config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
 
@@ -515,8 +416,8 @@ class Olmoe(_Experts):
             "head_dim": config.hidden_size // config.num_attention_heads, "moe_layer_freq": _everywhere(config),
         }  # fmt: skip
 
-    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            **super().own_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
+            **super().more_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
             "attention_bias": config.qkv_bias, "clip_qkv": None,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checkpoint formats, each a reader and a writer; all of them by name, and the detection of a folder's."""
+"""Checkpoint formats, each a reader and a writer."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Counters in an optimizer's state: its number of updates, the progress of its schedule, and the loss scale of fp16.
-
-Adam counts its updates for bias correction; they are fewer than the steps of the training where steps were skipped. The
-loss scale is represented as in our checkpoints; ``good_steps`` counts the steps since the last overflow.
-
-    ours                 Megatron-LM (grad_scaler)    DeepSpeed (loss_scaler, an object)
-    scale                scale                        cur_scale
-    good_steps           growth_tracker               cur_iter - last_overflow_iter - 1
-    hysteresis_left      hysteresis_tracker           cur_hysteresis
+"""Counters in an optimizer's state: updates, progress of the schedule, loss scale of fp16.
 
 Source: megatron-core 0.16.1, optimizer/grad_scaler.py; deepspeed 0.19.8, runtime/fp16/loss_scaler.py.
 """
@@ -24,11 +16,18 @@ from megatron_sp.config.schema import PrecisionConfig
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord
 from megatron_sp.convert.model import LossScale, Model
 
+# Updates are fewer than the steps of the training where steps were skipped. The loss scale is as in our checkpoints;
+# good_steps counts the steps since the last overflow.
+#
+#     ours                 Megatron-LM (grad_scaler)    DeepSpeed (loss_scaler, an object)
+#     scale                scale                        cur_scale
+#     good_steps           growth_tracker               cur_iter - last_overflow_iter - 1
+#     hysteresis_left      hysteresis_tracker           cur_hysteresis
 _DYNAMIC = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
 
 
 def single(value: Any) -> float | None:
-    """Return a finite number, which may be given as a tensor of one element; None for anything else."""
+    """Return a finite number, or None."""
     if isinstance(value, TensorRecord) and math.prod(value.shape) == 1:
         value = value.read()
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -38,28 +37,25 @@ def single(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """Return a non-negative integer, which may be given as in ``single``; None for anything else."""
+    """Return a count, or None."""
     number = single(value)
     return int(number) if number is not None and number >= 0 and number == int(number) else None
 
 
-def updates_of(state: Mapping[Any, Any]) -> int | None:
-    """Return the number of updates in a state dict of Adam: beside the moments, common to all, or in its groups."""
-    by_number, groups = state.get("state"), state.get("param_groups")
-    by_number = by_number if isinstance(by_number, dict) else {}
-    first = next((one for one in by_number.values() if isinstance(one, dict)), {})
-    settings = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    places = (first.get("step"), by_number.get("common_step"), *(group.get("step") for group in settings[:1]))
-    return next((found for place in places if (found := whole(place)) is not None), None)
-
-
 def of_megatron(tree: Mapping[Any, Any]) -> tuple[int | None, LossScale | None]:
-    """Return updates and loss scale of the state saved under "optimizer", which is Adam's own or that of a wrapper."""
+    """Return updates and loss scale of a saved state."""
     outer = tree.get("optimizer")
     if not isinstance(outer, dict):
         return None, None
     inside = (outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict))
-    updates, scaler = updates_of(next(inside, outer)), outer.get("grad_scaler")
+    adam, scaler = next(inside, outer), outer.get("grad_scaler")
+    by_number, groups = adam.get("state"), adam.get("param_groups")
+    by_number = by_number if isinstance(by_number, dict) else {}
+    first = next((state for state in by_number.values() if isinstance(state, dict)), {})
+    settings = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    # the number of updates is beside the moments, common to all, or in the groups
+    places = (first.get("step"), by_number.get("common_step"), *(group.get("step") for group in settings[:1]))
+    updates = next((count for place in places if (count := whole(place)) is not None), None)
     if not isinstance(scaler, dict):
         return updates, None
     counts = (whole(scaler.get(name)) for name in ("growth_tracker", "hysteresis_tracker"))
@@ -67,7 +63,7 @@ def of_megatron(tree: Mapping[Any, Any]) -> tuple[int | None, LossScale | None]:
 
 
 def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
-    """Return the samples counted by Megatron's learning rate scheduler, without skipped steps; None: not stated."""
+    """Return the samples of the learning rate schedule, or None."""
     states = (tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict))
     state: Mapping[Any, Any] = next(states, {})
     samples = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key))) is not None), None)
@@ -75,7 +71,7 @@ def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
 
 
 def scale_of_deepspeed(scaler: Any) -> LossScale | None:
-    """Return the loss scale in ``loss_scaler``; None: there is none, or it is constant."""
+    """Return a dynamic loss scale, or None."""
     if not isinstance(scaler, Object) or scaler.name.rpartition(".")[2] != "DynamicLossScaler":
         return None
     attributes = scaler.attributes
@@ -92,7 +88,7 @@ def _scale(scale: float | None, good_steps: int | None, hysteresis_left: int | N
 
 
 def megatron_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
-    """Return the entry ``grad_scaler``; empty if there is no loss scale to store."""
+    """Return the entry ``grad_scaler``, if any."""
     scale = model.loss_scale
     if scale is None:
         return {}
@@ -102,7 +98,7 @@ def megatron_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def deepspeed_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
-    """Return the entries ``dynamic_loss_scale`` and, if there is a loss scale to store, ``loss_scaler``."""
+    """Return the entries ``dynamic_loss_scale`` and ``loss_scaler``, if any."""
     scale = model.loss_scale
     if scale is None:
         return {"dynamic_loss_scale": False}

@@ -1,4 +1,4 @@
-"""Weights and moments in the optimizer files of ZeRO, located by parameter name.
+"""Weights and moments of DeepSpeed's optimizer, located by parameter name: in ZeRO's raw files and in universal ones.
 
 Stages 1 and 2 (and the bf16 optimizer) concatenate all parameters of a group, with the paddings listed in the file, and
 split that vector into equal ranges, one for each data parallel rank; the part of the last ranges beyond the end may be
@@ -13,13 +13,12 @@ Stage 3 splits every parameter on its own into equal parts, the last one padded,
 
 Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py :: state_dict (``rigid`` and ``elastic``),
 runtime/zero/stage3.py :: _rigid_state_dict, runtime/bf16_optimizer.py :: state_dict; the arithmetic as in
-utils/zero_to_fp32.py.
+utils/zero_to_fp32.py; checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,21 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
-from megatron_sp.convert.copies import TensorInfo
-from megatron_sp.convert.families.family import Sizes
+from megatron_sp.convert.copies import Store, TensorInfo
 from megatron_sp.convert.formats.counters import scale_of_deepspeed, whole
 from megatron_sp.convert.formats.deepspeed_files import ModelStates, Shapes, as_dict, number, plain_name
 from megatron_sp.convert.formats.megatron_files import WAY_OUT
-from megatron_sp.convert.formats.megatron_layout import Cut, QkvOrder
 from megatron_sp.convert.model import KINDS, LossScale
 from megatron_sp.utils.errors import CheckpointError
 
 MASTER, MOMENTS = KINDS[0], KINDS[1:]
+FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}  # of a universal parameter
 _ALIGNMENT = 2  # elements that stages 1 and 2 round a rank's range up to
-
-
 _BLOCK = 4 << 20  # elements that are read at once where a tensor has several parts
 
 
@@ -55,6 +50,7 @@ class Stretch:
     count: int
 
     def read(self) -> Tensor:
+        """Return the elements, [count]."""
         record = self.record
         if not is_contiguous(record):
             return record.read().reshape(-1)[self.first : self.first + self.count]
@@ -65,51 +61,83 @@ class Stretch:
 class Stored:
     """A tensor that is the concatenation of stretches."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    info: TensorInfo
     stretches: tuple[Stretch, ...]
 
     @classmethod
-    def whole(cls, record: TensorRecord, shape: tuple[int, ...] | None = None) -> Stored:
-        """Describe a tensor of a file, optionally with another shape."""
-        shape = record.shape if shape is None else shape
-        numel = torch.Size(shape).numel()
-        if numel != record.numel:
-            raise CheckpointError(f"{record.file.path} has {record.numel:,} elements where {list(shape)} are {numel:,}:"
-                                  " it is of another model, or damaged")  # fmt: skip
-        return cls(tuple(shape), dtype_of(record), (Stretch(record, 0, numel),))
+    def all_of(cls, record: TensorRecord) -> Stored:
+        """Describe a tensor of a file."""
+        stretch = Stretch(record, 0, torch.Size(record.shape).numel())
+        return cls(TensorInfo(record.shape, dtype_of(record)), (stretch,))
 
-    @property
-    def info(self) -> TensorInfo:
-        return TensorInfo(self.shape, self.dtype)
-
-
-class Stretches:
-    """Tensors by name, assembled from their stretches (a ``TensorStore``)."""
-
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
-        self.stored = stored
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: stored.info for name, stored in self.stored.items()}
-
-    def read(self, name: str) -> Tensor:
-        stored = self.stored[name]
-        if len(stored.stretches) == 1 and stored.stretches[0].count == stored.stretches[0].record.numel:
-            return stored.stretches[0].record.read().contiguous().view(stored.shape)
-        flat = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
-        for position, block in self.blocks(name):
+    def read(self) -> Tensor:
+        """Return the tensor, contiguous."""
+        shape, dtype = self.info
+        if len(self.stretches) == 1 and self.stretches[0].count == self.stretches[0].record.numel:
+            return self.stretches[0].record.read().contiguous().view(shape)
+        flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
+        for position, block in self.blocks():
             flat[position : position + block.numel()] = block
-        return flat.view(stored.shape)
+        return flat.view(shape)
 
-    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the elements in order, as (position, [n]) with bounded n."""
         position = 0
-        for stretch in self.stored[name].stretches:
+        for stretch in self.stretches:
             for first in range(0, stretch.count, _BLOCK):
                 count = min(_BLOCK, stretch.count - first)
                 yield position, Stretch(stretch.record, stretch.first + first, count).read()
                 position += count
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tensor parallel rank's share of a parameter that a universal file has in full."""
+
+    record: TensorRecord  # of the full tensor, [rows, ...]
+    dim: int  # dim along which the parameter was split
+    # (first, count) of the parts, in the order they had on the rank; elements beyond the end are padding
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def info(self) -> TensorInfo:
+        sizes = list(self.record.shape)
+        if sizes:
+            sizes[self.dim] = sum(count for _, count in self.ranges)
+        return TensorInfo(tuple(sizes), dtype_of(self.record))
+
+    @property
+    def num_stored(self) -> int:
+        """Number of elements that are no padding."""
+        shape = self.record.shape
+        if self.dim or not shape:
+            return math.prod(self.info.shape)
+        rows = sum(max(0, min(count, shape[0] - first)) for first, count in self.ranges)
+        return rows * math.prod(shape[1:])
+
+    def read(self) -> Tensor:
+        """Return the share, with zeros as padding."""
+        record, dim, result = self.record, self.dim, torch.zeros(self.info.shape, dtype=self.info.dtype)
+        shape, position = record.shape, 0
+        if not shape:
+            return result.copy_(record.read())
+        rows_at_once = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+        for first, length in self.ranges:
+            count = max(0, min(length, shape[dim] - first))
+            to = result.narrow(dim, position, count)
+            start, num_rows = (first, count) if dim == 0 else (0, shape[0])
+            for row in range(0, num_rows, rows_at_once):
+                rows = min(rows_at_once, num_rows - row)
+                offset = record.offset + (start + row) * record.stride[0]
+                block = replace(record, offset=offset, shape=(rows, *shape[1:])).read()
+                to[row : row + rows] = block if dim == 0 else block.narrow(dim, first, count)
+            position += length
+        return result
+
+
+def store_of(stored: Mapping[str, Stored | Share]) -> Store:
+    """Return the store of tensors by name."""
+    return Store({name: one.info for name, one in stored.items()}, lambda name: stored[name].read())
 
 
 def is_contiguous(record: TensorRecord) -> bool:
@@ -185,21 +213,6 @@ def gather(
 ) -> tuple[Partition, dict[str, dict[str, Stored]]]:
     """Locate every parameter of a model parallel rank: return its first file, and its tensors by kind and name."""
     ranks = [read_partition(paths[rank], moments=moments) for rank in sorted(paths)]
-    _require_alike(ranks)
-    of = _stage_3 if ranks[0].stage == 3 else _stage_1
-    tensors = {kind: dict(of(ranks, kind, states[0])) for kind in ranks[0].flats}
-    if ranks[0].stage == 3:
-        tensors[MASTER] |= dict(_frozen(states))
-        if all(rank.squares for rank in ranks):
-            require_padding([[Stored.whole(flat) for flat in rank.squares] for rank in ranks], states[0].shapes)
-    for name, original in states[0].shared.items():
-        for by_name in tensors.values():
-            if original in by_name:
-                by_name[name] = by_name[original]
-    return ranks[0], tensors
-
-
-def _require_alike(ranks: list[Partition]) -> None:
     first = ranks[0]
     if first.count != len(ranks):
         raise CheckpointError(f"{first.path} is one of {first.count} files of data parallel ranks, and {len(ranks)} are"
@@ -213,19 +226,25 @@ def _require_alike(ranks: list[Partition]) -> None:
         if groups[0] != groups[1]:
             raise CheckpointError(f"{other.path} and {first.path.name} do not have the same groups of parameters: they"
                                   " are of different saves")  # fmt: skip
+    locate = _stage_3 if first.stage == 3 else _stage_1 if states[0].groups else _by_fragments
+    tensors = {kind: dict(locate(ranks, kind, states[0])) for kind in first.flats}
+    if first.stage == 3:
+        tensors[MASTER] |= dict(_frozen(states))
+        if all(rank.squares for rank in ranks):
+            require_padding(ranks, states[0].shapes)
+    for name, original in states[0].shared.items():
+        for by_name in tensors.values():
+            if original in by_name:
+                by_name[name] = by_name[original]
+    return first, tensors
 
 
 def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Locate the parameters in equal ranges of their concatenation.
-
-    The ranks' own lists (``param_slice_mappings``) are only used if the model states have no shapes: DeepSpeed 0.19.8
-    writes them in the order of the model even where ``round_robin_gradients`` has reordered the parameters. Weights
-    from the wrong position differ from the model's own weights, which is checked when they are read.
-    """
+    # In equal ranges of the parameters' concatenation. The ranks' own lists (param_slice_mappings) are only used if the
+    # model states have no shapes: DeepSpeed 0.19.8 writes them in the order of the model even where
+    # round_robin_gradients has reordered the parameters. Weights from the wrong position differ from the model's own
+    # weights, which is checked when they are read.
     groups = len(ranks[0].flats[MASTER])
-    if not states.groups:
-        yield from _by_fragments(ranks, kind, states)
-        return
     if len(states.groups) != groups:
         raise CheckpointError(f"{states.path} has {len(states.groups)} groups of parameters, {ranks[0].path.name} has"
                               f" {groups}: they are of different saves")  # fmt: skip
@@ -239,7 +258,7 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             parts = list(_ranges(flats, start, math.prod(shape), name))
             stretches = tuple(Stretch(flats[rank], first, count) for rank, first, count in parts)
-            yield name, Stored(shape, dtype_of(flats[0]), stretches)
+            yield name, Stored(TensorInfo(shape, dtype_of(flats[0])), stretches)
             start += math.prod(shape) + padding
         unit, length = _ALIGNMENT * len(flats), sum(flat.numel for flat in flats)
         if -(-start // unit) != -(-length // unit):
@@ -281,7 +300,7 @@ def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Ite
             if shape is None or math.prod(shape) != numel:
                 raise CheckpointError(f"{stretches[0].record.file.path} has {numel:,} elements of {name}, which is"
                                       f" {shape} in {states.path.name}")  # fmt: skip
-            yield name, Stored(shape, dtype_of(stretches[0].record), tuple(stretches))
+            yield name, Stored(TensorInfo(shape, dtype_of(stretches[0].record)), tuple(stretches))
 
 
 def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
@@ -294,7 +313,7 @@ def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
         for index, rank in enumerate(ranks):
             stretches += _across(rank.flats[kind], start, max(0, min(part, numel - index * part)), name)
         flat = ranks[0].flats[kind][0]
-        yield name, Stored(shape, dtype_of(flat), tuple(stretches))
+        yield name, Stored(TensorInfo(shape, dtype_of(flat)), tuple(stretches))
         start += part
     for rank in ranks:
         if start != (length := sum(flat.numel for flat in rank.flats[kind])):
@@ -326,7 +345,7 @@ def _frozen(states: list[ModelStates]) -> Iterator[tuple[str, Stored]]:
                 raise CheckpointError(f"{state.path} has {record.shape if record else 'nothing'} of {name}, {part:,}"
                                       " elements are needed")  # fmt: skip
             stretches.append(Stretch(record, 0, max(0, min(part, numel - index * part))))
-        yield name, Stored(shape, dtype_of(stretches[0].record), tuple(stretches))
+        yield name, Stored(TensorInfo(shape, dtype_of(stretches[0].record)), tuple(stretches))
 
 
 def _flat(path: Path, item: Any) -> TensorRecord:
@@ -401,187 +420,53 @@ def require_devices(models: Mapping[int, Path], optimizers: Mapping[int, Path]) 
                                   f" names: {WAY_OUT}")  # fmt: skip
 
 
-def require_padding(squares: list[list[Stored]], shapes: Shapes) -> None:
+def require_padding(ranks: list[Partition], shapes: Shapes) -> None:
     """Refuse files with moments where their rank has padding, if another rank's file would fit there.
 
     The second condition keeps files of unusual optimizers readable, which do update padding.
     """
-    count = len(squares)
-    flats = [Stretches({str(i): stored for i, stored in enumerate(groups)}) for groups in squares]
+    count = len(ranks)
+
+    def has_zeros(rank: int, gaps: list[tuple[int, int]]) -> bool:
+        stretches = (s for position, length in gaps for s in _across(ranks[rank].squares, position, length, "padding"))
+        return not any(stretch.read().count_nonzero() for stretch in stretches)
+
     for rank in range(count - 1, 0, -1):
-        gaps = list(_padding(shapes, count, rank))
-        if not gaps or _is_zero(flats[rank], gaps):
+        start, gaps = 0, []  # (position, length) of padding in the concatenated parts of the rank
+        for shape in shapes.values():
+            numel = math.prod(shape)
+            part = -(-numel // count)
+            real = max(0, min(part, numel - rank * part))
+            gaps += [(start + real, part - real)] if real < part else []
+            start += part
+        if not gaps or has_zeros(rank, gaps):
             continue
         for other in range(rank - 1, -1, -1):
-            if _is_zero(flats[other], gaps):
-                one, another = (squares[r][0].stretches[0].record.file.path for r in (rank, other))
-                raise CheckpointError(f"{one} has moments where the data parallel rank {rank} of {count} has nothing"
-                                      f" but padding, and {another.name} has none: {WAY_OUT}")  # fmt: skip
-
-
-def _padding(shapes: Shapes, count: int, rank: int) -> Iterator[tuple[int, int]]:
-    # (position, length) in the concatenated parts of a rank
-    start = 0
-    for shape in shapes.values():
-        numel = torch.Size(shape).numel()
-        part = -(-numel // count)
-        real = max(0, min(part, numel - rank * part))
-        if real < part:
-            yield start + real, part - real
-        start += part
-
-
-def _is_zero(flats: Stretches, gaps: list[tuple[int, int]]) -> bool:
-    first, rest = 0, iter(flats.stored.values())
-    stored = next(rest)
-    for position, length in gaps:
-        at, end = position, position + length
-        while at < end:
-            while at >= first + stored.stretches[0].count:
-                first += stored.stretches[0].count
-                stored = next(rest)
-            stretch = stored.stretches[0]
-            take = min(end, first + stretch.count) - at
-            if Stretch(stretch.record, at - first, take).read().count_nonzero():
-                return False
-            at += take
-    return True
-
-
-_VERSION = 0.2  # version of the entries; 0.4 requires the widths of uneven shards, and there are none here
-_VOCABULARY = re.compile(
-    r"language_model\.embedding\.word_embeddings\.weight|language_model\.output_layer\.weight|lm_head\.bias"
-)
-_ROWS = re.compile(r".*(dense_4h_to_h|attention\.dense)\.weight")
-_QKV = re.compile(r".*\.query_key_value\.(weight|bias)")
-_FC1 = re.compile(r".*\.dense_h_to_4h\.(weight|bias)")
-
-
-def parameter_entry(config: ModelConfig, order: QkvOrder, name: str) -> dict[str, Any]:
-    """Return the entries beside the tensor in the file of a parameter."""
-    if _VOCABULARY.fullmatch(name):
-        return {"cat_dim": 0, "vocab_tensor": True}
-    if _ROWS.fullmatch(name):
-        return {"cat_dim": 1}
-    if _FC1.fullmatch(name) and config.swiglu:
-        return {"cat_dim": 0, "param_n_sub_params": 2}
-    if _QKV.fullmatch(name) and order == "flat":
-        state = _three_blocks(config, name)
-        return {"sub_param_shape": Object("deepspeed.checkpoint.universal_checkpoint.SubparamShape", state=state)}
-    return {"cat_dim": 0} if _QKV.fullmatch(name) or _FC1.fullmatch(name) else {}
-
-
-def _three_blocks(config: ModelConfig, name: str) -> dict[str, Any]:
-    s = Sizes.of(config)
-    rows = (s.n * s.d, s.g * s.d, s.g * s.d)
-    shape: tuple[Any, ...] = (rows, s.h) if name.endswith("weight") else (rows,)
-    return {"patterns": [_pattern(name)], "shape": shape, "partition_dim": 0}
-
-
-def universal_info(cut: Cut, names: list[str]) -> dict[str, Any]:
-    """Return ``universal_checkpoint_info`` of the model states, which ds_to_universal.py reads."""
-    config = cut.config
-    entries = {name: parameter_entry(config, cut.qkv, name) for name in names}
-    blocks = {_pattern(n): _three_blocks(config, n) for n, entry in entries.items() if "sub_param_shape" in entry}
-    return {
-        "universal_checkpoint_version": _VERSION, "original_vocab_size": config.vocab_size,
-        "padded_vocab_size": cut.padded_vocab_size,
-        "vocabulary_parameter_patterns": _patterns(n for n, e in entries.items() if "vocab_tensor" in e),
-        "tp_replicated_parameter_patterns": _patterns(n for n, e in entries.items() if not e),
-        "parameter_with_row_parallelism_patterns": _patterns(n for n, e in entries.items() if e.get("cat_dim") == 1),
-        "parameter_with_2_sub_params_cat_dim_0": _patterns(n for n, e in entries.items() if "param_n_sub_params" in e),
-        "parameter_with_sub_params": list(blocks.values()),
-    }  # fmt: skip
-
-
-def _patterns(names: Any) -> list[str]:
-    return list(dict.fromkeys(_pattern(name) for name in names))
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"layers\\\.\d+", r"layers\\.\\d+", re.escape(name)) + "$"
+            if has_zeros(other, gaps):
+                raise CheckpointError(f"{ranks[rank].path} has moments where the data parallel rank {rank} of {count}"
+                                      f" has nothing but padding, and {ranks[other].path.name} has none:"
+                                      f" {WAY_OUT}")  # fmt: skip
 
 
 # zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt contain {"param": tensor} and how the tensor parallel shares were
 # merged: cat_dim, concatenated along it; with param_n_sub_params 2, gate and up each on their own; with
 # sub_param_shape, each block of rows on its own; none of these, all were the same. vocab_tensor: padding rows were
-# removed. From stage 3 the files contain bare tensors without a shape, which is then in the model states. Source:
-# deepspeed 0.19.8, checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
-FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
-STEP = "step.pt"
-_BLOCK = 4 << 20  # elements that are read at once
-
-
-@dataclass(frozen=True)
-class Share:
-    """Share of a parameter on one tensor parallel rank."""
-
-    record: TensorRecord  # record of the full tensor in its file, with shape [rows, ...]
-    dim: int  # dim along which the parameter was split
-    # (first, count) of the parts, in the order they had on the rank; elements beyond the end are padding
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if not self.record.shape:
-            return ()
-        sizes = list(self.record.shape)
-        sizes[self.dim] = sum(count for _, count in self.ranges)
-        return tuple(sizes)
-
-    @property
-    def info(self) -> TensorInfo:
-        return TensorInfo(self.shape, dtype_of(self.record))
-
-    @property
-    def num_stored(self) -> int:
-        if self.dim or not self.record.shape:
-            return math.prod(self.shape)
-        rows = sum(max(0, min(count, self.record.shape[0] - first)) for first, count in self.ranges)
-        return rows * math.prod(self.record.shape[1:])
-
-
-class Shares:
-    """Shares of parameters, by name (a ``TensorStore``)."""
-
-    def __init__(self, shares: Mapping[str, Share]) -> None:
-        self.shares = shares
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: share.info for name, share in self.shares.items()}
-
-    def read(self, name: str) -> Tensor:
-        share = self.shares[name]
-        record, result = share.record, torch.zeros(share.shape, dtype=share.info.dtype)
-        size, position = record.shape[share.dim] if record.shape else 1, 0
-        for first, count in share.ranges:
-            stored = max(0, min(count, size - first))
-            self._copy(share, first, stored, result.narrow(share.dim, position, stored) if record.shape else result)
-            position += count
-        return result
-
-    def _copy(self, share: Share, first: int, count: int, to: Tensor) -> None:
-        record = share.record
-        if not record.shape:
-            to.copy_(record.read())
-            return
-        from_row, num_rows = (first, count) if share.dim == 0 else (0, record.shape[0])
-        at_once = max(1, _BLOCK // max(1, math.prod(record.shape[1:])))
-        for row in range(0, num_rows, at_once):
-            rows = min(at_once, num_rows - row)
-            block = _rows(record, from_row + row, rows).read()
-            to[row : row + rows] = block if share.dim == 0 else block.narrow(share.dim, first, count)
-
-
-def _rows(record: TensorRecord, first: int, count: int) -> TensorRecord:
-    return replace(record, offset=record.offset + first * record.stride[0], shape=(count, *record.shape[1:]))
-
-
+# removed. From stage 3 the files contain bare tensors without a shape, which is then in the model states.
 def read_parameter(path: Path, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None) -> list[Share]:
-    """Return the shares of all tensor parallel ranks in a file."""
+    """Return the shares of all tensor parallel ranks in a file.
+
+    ``shape`` is that of one rank, ``vocab_rows`` the padded rows of all; None: the model states do not say.
+    """
     tree = TorchFile(path).tree
     if isinstance(tree, TensorRecord):
-        return _bare(path, tree, shape, tp)
+        if tp != 1 or (shape is None and len(tree.shape) == 1):
+            raise CheckpointError(f"{path} is a tensor without a word on its shape: the model states beside it must"
+                                  " have param_shapes of one rank")  # fmt: skip
+        shape = tree.shape if shape is None else shape
+        if math.prod(shape) != tree.numel or not is_contiguous(tree):
+            raise CheckpointError(f"{path} has {tree.numel:,} elements, {list(shape)} are {math.prod(shape):,}: it is"
+                                  " damaged")  # fmt: skip
+        return [Share(tree.part(0, tuple(shape)), 0, ((0, shape[0] if shape else 1),))]
     tree = as_dict(tree, str(path))
     record = tree.get("param")
     if not isinstance(record, TensorRecord):
@@ -593,70 +478,41 @@ def read_parameter(path: Path, shape: tuple[int, ...] | None, tp: int, vocab_row
     if is_cut and (not record.shape or shape == ()):
         raise CheckpointError(f"{path} has one number that ranks are said to share: it is damaged")
     if not is_cut or (tp == 1 and not tree.get("vocab_tensor")):
-        return [_whole(record)] * tp
-    dim, parts = _parts(path, tree, record, shape, tp, vocab_rows)
-    return [Share(record, dim, tuple((start + rank * each, each) for start, each in parts)) for rank in range(tp)]
-
-
-def _whole(record: TensorRecord) -> Share:
-    return Share(record, 0, ((0, record.shape[0] if record.shape else 1),))
-
-
-def _bare(path: Path, record: TensorRecord, shape: tuple[int, ...] | None, tp: int) -> list[Share]:
-    if tp != 1 or (shape is None and len(record.shape) == 1):
-        raise CheckpointError(f"{path} is a tensor without a word on its shape: the model states beside it must have"
-                              " param_shapes of one rank")  # fmt: skip
-    shape = shape if shape is not None else record.shape
-    if math.prod(shape) != math.prod(record.shape) or not is_contiguous(record):
-        raise CheckpointError(f"{path} has {math.prod(record.shape):,} elements, {list(shape)} are"
-                              f" {math.prod(shape):,}: it is damaged")  # fmt: skip
-    return [_whole(record.part(0, tuple(shape)))]
-
-
-def _parts(
-    path: Path, tree: dict[Any, Any], record: TensorRecord, shape: tuple[int, ...] | None, tp: int,
-    vocab_rows: int | None
-) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
-    # (dim, [(start, size)]): the start of each block along ``dim``, and the size of the part that each rank has of it
-    if "sub_param_shape" in tree:
-        return _blocks(path, tree["sub_param_shape"], record, tp)
-    dim = tree.get("cat_dim")
-    if tree.get("vocab_tensor"):
-        rows = vocab_rows if vocab_rows is not None else -(-record.shape[0] // tp) * tp
-        return 0, _even(path, [rows if shape is None else shape[0] * tp], tp)
-    if not isinstance(dim, int) or not 0 <= dim < len(record.shape):
-        raise CheckpointError(f"{path}: cat_dim is {str(dim)[:50]} of a tensor {list(record.shape)}: it is damaged")
-    count = tree.get("param_n_sub_params", 1)
-    if not isinstance(count, int) or not 1 <= count <= 64 or record.shape[dim] % count:
-        raise CheckpointError(f"{path}: {str(count)[:50]} equal parts of {list(record.shape)} along dim {dim} are not"
-                              " possible: it is damaged")  # fmt: skip
-    return dim, _even(path, [record.shape[dim] // count] * count, tp)
-
-
-def _even(path: Path, sizes: list[int], tp: int) -> list[tuple[int, int]]:
+        return [Share(record, 0, ((0, record.shape[0] if record.shape else 1),))] * tp
+    if "sub_param_shape" in tree or not tree.get("vocab_tensor"):
+        dim, sizes = _blocks(path, tree, record)
+    elif shape is not None:
+        dim, sizes = 0, [shape[0] * tp]
+    else:
+        dim, sizes = 0, [vocab_rows if vocab_rows is not None else -(-record.shape[0] // tp) * tp]
     if any(size % tp for size in sizes):
         raise CheckpointError(f"{path}: parts of {sizes} are not divided evenly by {tp} tensor parallel ranks: such a"
                               " layout is not known here")  # fmt: skip
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [(start, size // tp) for start, size in zip(starts, sizes, strict=True)]
+    shares = []
+    for rank in range(tp):
+        counts = [size // tp for size in sizes]
+        ranges = ((sum(sizes[:i]) + rank * count, count) for i, count in enumerate(counts))
+        shares.append(Share(record, dim, tuple(ranges)))
+    return shares
 
 
-def _blocks(path: Path, spec: Any, record: TensorRecord, tp: int) -> tuple[int, list[tuple[int, int]]]:
+def _blocks(path: Path, tree: dict[Any, Any], record: TensorRecord) -> tuple[int, list[int]]:
+    # the dim along which a parameter was split, and the sizes of the blocks that were split each on its own
+    if "sub_param_shape" not in tree:
+        dim, count = tree.get("cat_dim"), tree.get("param_n_sub_params", 1)
+        if not isinstance(dim, int) or not 0 <= dim < len(record.shape):
+            raise CheckpointError(f"{path}: cat_dim is {str(dim)[:50]} of a tensor {list(record.shape)}: it is damaged")
+        if not isinstance(count, int) or not 1 <= count <= 64 or record.shape[dim] % count:
+            raise CheckpointError(f"{path}: {str(count)[:50]} equal parts of {list(record.shape)} along dim {dim} are"
+                                  " not possible: it is damaged")  # fmt: skip
+        return dim, [record.shape[dim] // count] * count
     # SubparamShape(patterns, shape, partition_dim): its shape contains the sizes of the blocks
+    spec = tree["sub_param_shape"]
     attributes = spec.attributes if isinstance(spec, Object) else {}
     dim, shape = attributes.get("partition_dim"), attributes.get("shape")
-    if not isinstance(dim, int) or not isinstance(shape, tuple) or not 0 <= dim < min(len(shape), len(record.shape)):
-        raise CheckpointError(f"{path}: sub_param_shape is {str(attributes)[:200]} of a tensor {list(record.shape)}: it"
-                              " cannot be taken apart")  # fmt: skip
-    sizes = [shape[dim]] if isinstance(shape[dim], int) else list(shape[dim]) if isinstance(shape[dim], tuple) else []
-    if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != record.shape[dim]:
-        raise CheckpointError(f"{path}: sub_param_shape is {str(attributes)[:200]} of a tensor {list(record.shape)}: it"
-                              " cannot be taken apart")  # fmt: skip
-    return dim, _even(path, sizes, tp)
-
-
-def parameters(folders: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
-    for name, folder in folders.items():
-        if not (folder / FILES["master"]).exists():
-            raise CheckpointError(f"{folder} has no {FILES['master']}: the checkpoint is incomplete")
-        yield name, folder
+    if isinstance(dim, int) and isinstance(shape, tuple) and 0 <= dim < min(len(shape), len(record.shape)):
+        sizes = [shape[dim]] if isinstance(shape[dim], int) else shape[dim] if isinstance(shape[dim], tuple) else []
+        if all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) == record.shape[dim]:
+            return dim, list(sizes)
+    raise CheckpointError(f"{path}: sub_param_shape is {str(attributes)[:200]} of a tensor {list(record.shape)}: it"
+                          " cannot be taken apart")  # fmt: skip

@@ -1,26 +1,25 @@
 """Conversion between Megatron's arguments, which are stored in its checkpoints, and the configuration of our model.
 
 Arguments that change the model and have no counterpart here are refused by name. Missing arguments are derived from the
-tensors (``megatron_facts.py``), given by ``--set NAME=VALUE``, or assumed to be Megatron's default; otherwise the user
+tensors, given by ``--set NAME=VALUE``, or assumed to be Megatron's default; otherwise the user
 is asked for them.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.flags.foreign_flags import STANDARD_SPECS
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.config.schema_model import layer_pattern
-from megatron_sp.convert.families.family import Settings
+from megatron_sp.convert.families.family import Settings, pattern_of
 from megatron_sp.convert.formats.megatron_layout import HEAD, WORDS
-from megatron_sp.convert.model import Model, Options, Overrides
+from megatron_sp.convert.model import Model, Options, require_sound
 from megatron_sp.convert.tokenizers import MAX_BYTES, find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.strict_json import parse_object, read_small_file
@@ -54,7 +53,6 @@ class Facts:
     expert_ffn_size: int = 0
     shared_ffn_size: int = 0
     has_expert_bias: bool = False
-    names: frozenset[str] = field(default_factory=frozenset)
 
 
 def facts_of(where: Path, first: Shapes, last: Shapes, *, tp: int, num_layers: int) -> Facts:
@@ -91,7 +89,7 @@ def _derived(first: Shapes, last: Shapes, tp: int, num_layers: int) -> Facts:
         has_bias=f"{prefix}self_attention.linear_proj.bias" in first,
         has_qkv_bias=f"{prefix}self_attention.linear_qkv.bias" in first,
         has_norm_bias=f"{prefix}input_layernorm.bias" in first, head_dim=q_norm[0] if q_norm else None,
-        attention_width=proj[1] * tp, names=frozenset(everything), num_experts=router[0],
+        attention_width=proj[1] * tp, num_experts=router[0],
         expert_ffn_size=0 if expert is None else expert[1][1] * tp,
         shared_ffn_size=0 if shared is None else shared[1][1] * tp,
         has_expert_bias=any(name.endswith(".mlp.router.expert_bias") for name in everything),
@@ -129,10 +127,14 @@ def padded_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int:
     """Return the entries of the vocabulary: those of --vocab-size or --tokenizer, else those in the arguments."""
-    if options.vocab_size is not None:
-        return _fitting(options.vocab_size, padded, "--vocab-size")
-    if options.tokenizer is not None and (counted := tokenizer_size(options.tokenizer)) is not None:
-        return _fitting(counted, padded, f"--tokenizer {options.tokenizer}: its size")
+    given, what = options.vocab_size, "--vocab-size"
+    if given is None and options.tokenizer is not None:
+        given, what = tokenizer_size(options.tokenizer), f"--tokenizer {options.tokenizer}: its size"
+    if given is not None:
+        if given > padded:
+            raise ConfigError(f"{what} ({given}) must be at most the {padded} rows that the vocabulary has in the"
+                              " checkpoint")  # fmt: skip
+        return given
     divisible_by = settings.count("make_vocab_size_divisible_by", None)
     stated = settings.count("vocab_size", None)
     if stated is not None:
@@ -147,51 +149,33 @@ def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int
                       f" PATH, or --vocab-size {padded} to keep all")  # fmt: skip
 
 
-def _fitting(size: int, padded: int, what: str) -> int:
-    if size > padded:
-        raise ConfigError(f"{what} ({size}) must be at most the {padded} rows that the vocabulary has in the"
-                          " checkpoint")  # fmt: skip
-    return size
-
-
 def tokenizer_size(path: Path) -> int | None:
     """Return the number of entries in a tokenizer's files, or None if they do not specify it."""
     files = find_files(path)
-    for name, count in _COUNTS.items():
-        if name in files:
-            try:
-                return count(files[name])
-            except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-                raise CheckpointError(f"{files[name]} cannot be read as a tokenizer: {str(error)[:200]}") from None
-    return None
+    name = next(
+        (name for name in ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model") if name in files), ""
+    )
+    if not name:
+        return None
+    try:
+        data = read_small_file(files[name], MAX_BYTES)
+        if name == "tokenizer.model":
+            import sentencepiece
+
+            return int(sentencepiece.SentencePieceProcessor(model_proto=data).get_piece_size())
+        if name == "vocab.txt":
+            return len(data.decode("utf-8").splitlines())
+        document = parse_object(data, str(files[name]), _MAX_VALUES)
+        if name == "vocab.json":
+            return int(max(document.values())) + 1
+        words, added = document["model"]["vocab"], document.get("added_tokens") or []
+        ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
+        return int(max([*ids, *(token["id"] for token in added)])) + 1
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"{files[name]} cannot be read as a tokenizer: {str(error)[:200]}") from None
 
 
-def _of_json(path: Path) -> int:
-    document = _document(path)
-    words, added = document["model"]["vocab"], document.get("added_tokens") or []
-    ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
-    return int(max([*ids, *(token["id"] for token in added)])) + 1
-
-
-def _of_sentencepiece(path: Path) -> int:
-    import sentencepiece
-
-    return int(sentencepiece.SentencePieceProcessor(model_proto=read_small_file(path, MAX_BYTES)).get_piece_size())
-
-
-def _document(path: Path) -> dict[str, Any]:
-    return parse_object(read_small_file(path, MAX_BYTES), str(path), _MAX_VALUES)
-
-
-_COUNTS: dict[str, Callable[[Path], int]] = {
-    "tokenizer.json": _of_json,
-    "vocab.json": lambda path: int(max(_document(path).values())) + 1,
-    "vocab.txt": lambda path: len(read_small_file(path, MAX_BYTES).decode("utf-8").splitlines()),
-    "tokenizer.model": _of_sentencepiece,
-}  # fmt: skip
-
-
-# Arguments that we do not support: the values that change nothing, and what the model does with others.
+# arguments that we do not support: the values that change nothing, and what the model does with others.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "multi_latent_attention": ((None, False), "has multi-latent attention"),
     "attention_output_gate": ((None, False), "gates the output of attention"),
@@ -222,8 +206,21 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
-def refuse_unknown(settings: Settings) -> None:
-    for name, (allowed, why) in _NEUTRAL.items():
+# the same for mixtures of experts
+_NEUTRAL_OF_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "moe_expert_capacity_factor": ((None,), "drops tokens of experts that are full"),
+    "moe_shared_expert_gate": ((None, False), "has a gate of the shared expert"),
+    "moe_use_shared_expert_gate": ((None, False), "has a gate of the shared expert"),
+    "moe_apply_probs_on_input": ((None, False), "applies weights to the input of experts"),
+    "moe_latent_size": ((None, 0), "has experts of another width than the rest"),
+    "moe_router_force_load_balancing": ((None, False), "chooses experts at random"),
+    "moe_n_hash_layers": ((None, 0), "chooses experts by tokens"),
+    "moe_use_legacy_grouped_gemm": ((None, False), "keeps all experts of a rank in one matrix"),
+}  # fmt: skip
+
+
+def _refuse(settings: Settings, neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    for name, (allowed, why) in neutral.items():
         value = settings.document.get(name)
         if name == "spec" and isinstance(value, (list, tuple)) and all(word in STANDARD_SPECS for word in value):
             continue
@@ -232,20 +229,30 @@ def refuse_unknown(settings: Settings) -> None:
                                   " cannot be converted")  # fmt: skip
 
 
-def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: int, *, legacy: bool) -> ModelConfig:
-    refuse_unknown(settings)
+def _stated(settings: Settings, given: Mapping[str, Any], name: str) -> int | None:
+    count = settings.count(name, None)
+    if count is None and (count := given.get(name)) is not None and count < 1:
+        raise ConfigError(f"--set {name.replace('_', '-')}={count} must be at least 1")
+    return count  # type: ignore[no-any-return]
+
+
+def config_of(
+    settings: Settings, facts: Facts, options: Options, where: Path, num_tensors: int, *, tp: int, legacy: bool
+) -> ModelConfig:
+    """Return the model of a checkpoint, from its arguments, its tensors and --set, which comes last."""
+    given, vocab_size = options.given, true_size(settings, facts.padded_vocab_size, tp, options)
+    _refuse(settings, _NEUTRAL)
     sizes = {"num_layers": facts.num_layers, "hidden_size": facts.hidden_size, "ffn_hidden_size": facts.ffn_size}
     for name, derived in sizes.items():
         if derived is not None and (stated := settings.count(name, derived)) != derived:
             raise CheckpointError(f"{settings.where}: {name} is {stated}, but {derived} by the tensors that are there:"
                                   " files are missing, or of another checkpoint")  # fmt: skip
-    heads = settings.count("num_attention_heads", None) or given.count("num_attention_heads", None)
+    heads = _stated(settings, given, "num_attention_heads")
     if heads is None:
         raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set"
                           " num-attention-heads=N")  # fmt: skip
     is_untied = not facts.is_bert and bool(settings.get("untie_embeddings_and_output_weights", bool, facts.has_head))
-    head_dim = settings.count("kv_channels", None) or given.count("kv_channels", None)
-    head_dim = head_dim or facts.head_dim or facts.attention_width // heads
+    head_dim = _stated(settings, given, "kv_channels") or facts.head_dim or facts.attention_width // heads
     if head_dim < 1:
         raise CheckpointError(f"{settings.where}: num_attention_heads is {heads}, more than the {facts.attention_width}"
                               " columns that all heads have together")  # fmt: skip
@@ -277,7 +284,9 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
             raise CheckpointError(f"{settings.where}: window_size is {str(window)[:100]}: only (N, 0), the N tokens"
                                   " before a token, can be converted")  # fmt: skip
         config.window_size = window[0] + 1
-    given.apply(config)
+    for name, value in given.items():
+        setattr(config, name, value)
+    require_sound(config, num_tensors, str(where))
     return config
 
 
@@ -294,7 +303,7 @@ def _groups(settings: Settings, facts: Facts, heads: int, head_dim: int) -> int:
     return count
 
 
-def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides) -> None:
+def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given: Mapping[str, Any]) -> None:
     kind = settings.get("position_embedding_type", str, None)
     if settings.get("use_rotary_position_embeddings", bool, False):
         kind = "rope"
@@ -331,7 +340,9 @@ def neighbours_of(settings: Settings, config: ModelConfig, order: str) -> int:
     return config.rotary_dim
 
 
-def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides, *, legacy: bool) -> None:
+def _set_activation(
+    config: ModelConfig, settings: Settings, facts: Facts, given: Mapping[str, Any], *, legacy: bool
+) -> None:
     config.swiglu = settings.get("swiglu", bool, facts.is_gated)
     config.squared_relu = settings.get("squared_relu", bool, given.get("squared_relu", False))
     if facts.is_gated and not config.swiglu:
@@ -442,17 +453,6 @@ def _whole(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-# The same for mixtures of experts.
-_NEUTRAL_OF_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "moe_expert_capacity_factor": ((None,), "drops tokens of experts that are full"),
-    "moe_shared_expert_gate": ((None, False), "has a gate of the shared expert"),
-    "moe_use_shared_expert_gate": ((None, False), "has a gate of the shared expert"),
-    "moe_apply_probs_on_input": ((None, False), "applies weights to the input of experts"),
-    "moe_latent_size": ((None, 0), "has experts of another width than the rest"),
-    "moe_router_force_load_balancing": ((None, False), "chooses experts at random"),
-    "moe_n_hash_layers": ((None, 0), "chooses experts by tokens"),
-    "moe_use_legacy_grouped_gemm": ((None, False), "keeps all experts of a rank in one matrix"),
-}  # fmt: skip
 _BALANCE = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -466,11 +466,7 @@ def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
                               f" and {there}: it cannot be converted")  # fmt: skip
     if not facts.num_experts:
         return
-    for name, (allowed, why) in _NEUTRAL_OF_EXPERTS.items():
-        value = settings.document.get(name)
-        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-            raise CheckpointError(f"{where}: {name} is {str(value)[:100]!r}, and so the model {why}, which cannot be"
-                                  " converted")  # fmt: skip
+    _refuse(settings, _NEUTRAL_OF_EXPERTS)
     if not settings.document:
         raise ConfigError(f"{where} does not say how tokens choose experts: such files hold the arguments of the"
                           " training")  # fmt: skip
@@ -512,9 +508,7 @@ def _layers(settings: Settings, num_layers: int) -> str:
     if not isinstance(freq, list) or len(freq) != num_layers or any(one not in (0, 1) for one in freq):
         raise CheckpointError(f"{settings.where}: moe_layer_freq is {str(freq)[:100]}: only a number or a 0 or 1 for"
                               " each layer can be converted")  # fmt: skip
-    if all(freq):
-        return "1"
-    return "+".join(f"[{has}]*{len(list(run))}" for has, run in itertools.groupby(int(one) for one in freq))
+    return pattern_of(map(bool, freq))
 
 
 def expert_arguments(c: ModelConfig, ep: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,9 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
-from megatron_sp.convert.copies import TensorInfo
-from megatron_sp.convert.formats import megatron_layout as names
-from megatron_sp.convert.formats.megatron_layout import Shard
+from megatron_sp.convert.copies import Store, TensorInfo
+from megatron_sp.convert.formats.megatron_layout import Shard, canonical
 from megatron_sp.convert.model import require_inside
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import is_count, read_small_file
@@ -45,24 +45,20 @@ def iteration_folder(path: Path, step: int | None) -> Path | None:
         iterations.setdefault(0, path / "release")
     if not iterations:
         return None
-    wanted = step if step is not None else _noted(path, iterations)
+    wanted = step
+    if wanted is None and not (path / TRACKER).exists():
+        wanted = max(iterations)
+    elif wanted is None:
+        text = read_small_file(path / TRACKER, 1000).decode("utf-8", "replace").strip()
+        if text != "release" and not re.fullmatch(r"[0-9]{1,12}", text):
+            raise CheckpointError(f"{path / TRACKER} must hold the number of an iteration or the word release, found"
+                                  f" {text[:60]!r}")  # fmt: skip
+        wanted = 0 if text == "release" else int(text)
     if wanted not in iterations:
         has = ", ".join(child.name for _, child in sorted(iterations.items())[-5:])
         raise CheckpointError(f"{path} has no iteration {wanted}: it has {has}; give one with --step")
     require_inside(iterations[wanted], path)
     return iterations[wanted]
-
-
-def _noted(path: Path, found: dict[int, Path]) -> int:
-    if not (path / TRACKER).exists():
-        return max(found)
-    text = read_small_file(path / TRACKER, 1000).decode("utf-8", "replace").strip()
-    if text == "release":
-        return 0
-    if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise CheckpointError(f"{path / TRACKER} must hold the number of an iteration or the word release, found"
-                              f" {text[:60]!r}")  # fmt: skip
-    return int(text)
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
@@ -112,7 +108,7 @@ _ARGUMENTS = (
 
 
 class Written(NamedTuple):
-    """Identification of a rank's file."""
+    """What a rank's file says of the process and the run that wrote it."""
 
     path: Path
     rank: int | None  # global rank that wrote it; None: not stated
@@ -148,6 +144,7 @@ def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
 
 
 _MAX_DEPTH = 12
+_LEGACY = ("language_model.", "word_embeddings_for_head.")
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
 
 
@@ -158,6 +155,14 @@ class Stored(NamedTuple):
     shown: str  # the name in the file
 
 
+class RankFile(NamedTuple):
+    """The file model_optim_rng.pt of one rank."""
+
+    rank: RankFolder
+    file: TorchFile
+    tree: dict[str, Any]
+
+
 @dataclass
 class ModelChunk:
     """One model chunk of a rank; a rank has several with virtual pipeline stages."""
@@ -165,9 +170,8 @@ class ModelChunk:
     rank: RankFolder
     number: int
     prefix: str  # prefix of its tensors' names in the store
-    tensors: dict[str, Stored]  # by our names, in the order of the file
+    tensors: dict[str, Stored] = field(default_factory=dict)  # by our names, in the order of the file
 
-    @property
     def num_layers(self) -> int:
         numbers = {int(match[1]) for name in self.tensors if (match := _LAYER.match(name))}
         if numbers != set(range(len(numbers))):
@@ -175,14 +179,12 @@ class ModelChunk:
                                   " are missing")  # fmt: skip
         return len(numbers)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: stored.record.shape for name, stored in self.tensors.items()}
 
-
-class RankFiles:
-    """Tensors of the ranks by name (a ``TensorStore``)."""
+class RankFiles(Store):
+    """Tensors of the ranks by name."""
 
     def __init__(self) -> None:
+        super().__init__({}, self._checked)
         self.stored: dict[str, Stored] = {}
         #: compared before a tensor is read: a weight and its copy in fp32
         self.checks: dict[str, tuple[str, Stored]] = {}
@@ -197,32 +199,16 @@ class RankFiles:
             described[name] = TensorInfo(record.shape, require_dtype(record.dtype, shown))
         return described
 
-    def read(self, name: str) -> Tensor:
+    def _checked(self, name: str) -> Tensor:
         if name in self.checks:
             weight, main = self.checks[name]
-            own, rounded = self._read(self.stored[weight]), self._read(main)
+            own, rounded = self.stored[weight].record.read(), main.record.read()
             if not bool((rounded.to(own.dtype) == own).logical_or(own != own).all()):
                 raise CheckpointError(f"{main.record.file.path}: what should be the optimizer's copy of"
                                       f" {self.stored[weight].shown} is not that weight: it is in an order that is not"
                                       " known here, or of another step. Give --no-optimizer to convert the weights"
                                       " alone")  # fmt: skip
-        return self._read(self.stored[name])
-
-    def shown(self) -> dict[str, str]:
-        """Return the names in the files, by the names in the store."""
-        return {name: stored.shown for name, stored in self.stored.items()}
-
-    def _read(self, stored: Stored) -> Tensor:
-        return stored.record.read().contiguous()
-
-
-@dataclass
-class RankFile:
-    """The file model_optim_rng.pt of one rank."""
-
-    rank: RankFolder
-    file: TorchFile
-    tree: dict[str, Any]
+        return self.stored[name].record.read().contiguous()
 
 
 @dataclass
@@ -231,26 +217,11 @@ class Opened:
 
     files: list[RankFile]
     args: dict[str, Any]  # arguments of rank 0; empty if there are none
-    chunks: list[ModelChunk] = field(default_factory=list)
-
-    @property
-    def tp(self) -> int:
-        return 1 + max(file.rank.tp_rank for file in self.files)
-
-    @property
-    def pp(self) -> int:
-        return 1 + max(file.rank.pp_rank for file in self.files)
-
-    @property
-    def ep(self) -> int:
-        """Number of the ranks of the files that share the experts."""
-        return 1 + max(file.rank.ep_rank for file in self.files)
-
-    @property
-    def is_legacy(self) -> bool:
-        """True if the names are those of Megatron-LM before its core."""
-        shown = (stored.shown for chunk in self.chunks for stored in chunk.tensors.values())
-        return any(names.is_legacy(name.rsplit(":", 1)[-1]) for name in shown)
+    chunks: list[ModelChunk]
+    tp: int  # numbers of ranks that the files are of
+    pp: int
+    ep: int  # ranks that share the experts
+    is_legacy: bool  # the names are those of Megatron-LM before its core
 
     def common(self, key: str) -> Any:
         """Return a value that must be the same on all ranks."""
@@ -262,93 +233,87 @@ class Opened:
                                   " checkpoints")  # fmt: skip
         return values[0]
 
+    def shards(self) -> list[Shard]:
+        """Return the layers of each chunk; virtual stages are interleaved over the ranks and may differ in number."""
+        by_key = {(c.number, c.rank.pp_rank, c.rank.ep_rank, c.rank.tp_rank): c for c in self.chunks}
+        rounds = 1 + max(chunk.number for chunk in self.chunks)
+        stages = list(itertools.product(range(rounds), range(self.pp)))
+        shards, first = [], 0
+        for stage in stages:
+            group = [by_key.get((*stage, ep, tp)) for ep in range(self.ep) for tp in range(self.tp)]
+            counts = [chunk.num_layers() if chunk else None for chunk in group]
+            if len(set(counts)) != 1 or counts[0] is None:
+                shown = ", ".join(str("none" if count is None else count) for count in counts)
+                raise CheckpointError(f"the tp ranks of stage {stage[1]} have {shown} layers: they must have the same"
+                                      " ones")  # fmt: skip
+            ends = stage == stages[0], stage == stages[-1]
+            for chunk in group:
+                assert chunk is not None
+                shards.append(Shard(chunk.prefix, chunk.rank.tp_rank, first, counts[0], *ends, chunk.rank.ep_rank))
+            first += counts[0]
+        return shards
+
 
 def open_ranks(folders: list[RankFolder]) -> Opened:
     """Open the files of all ranks without reading tensors."""
     files = []
     for rank in folders:
-        opened_file = TorchFile(rank.path / MODEL)
-        if not isinstance(opened_file.tree, dict):
-            raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that"
-                                  " Megatron writes")  # fmt: skip
-        files.append(RankFile(rank, opened_file, opened_file.tree))
+        opened = TorchFile(rank.path / MODEL)
+        if not isinstance(opened.tree, dict):
+            raise CheckpointError(f"{opened.path} holds a {type(opened.tree).__name__}, not the dict that Megatron"
+                                  " writes")  # fmt: skip
+        files.append(RankFile(rank, opened, opened.tree))
     saved = files[0].tree.get("args")
     args = saved.attributes if isinstance(saved, Object) and saved.name == "argparse.Namespace" else {}
     ep, pp = args.get("expert_model_parallel_size"), args.get("pipeline_model_parallel_size")
     if isinstance(ep, int) and ep > 1 and not (isinstance(pp, int) and pp > 1):
-        for file in files:  # without stages the second number of a folder's name is that of the share of the experts
-            if file.rank.ep_rank == 0:
-                file.rank = file.rank._replace(pp_rank=0, ep_rank=file.rank.pp_rank)
-    for ep_rank in sorted({f.rank.ep_rank for f in files}):
+        # without stages the second number of a folder's name is that of the share of the experts
+        ranks = [rank if rank.ep_rank else rank._replace(pp_rank=0, ep_rank=rank.pp_rank) for rank, *_ in files]
+        files = [file._replace(rank=rank) for file, rank in zip(files, ranks, strict=True)]
+    for ep_rank in sorted({file.rank.ep_rank for file in files}):
         of_share = [f for f in files if f.rank.ep_rank == ep_rank]
         require_one_save({(f.rank.pp_rank, f.rank.tp_rank): Written.of(f.file.path, f.tree) for f in of_share})
     of_shares = [f for f in files if f.rank.pp_rank == f.rank.tp_rank == 0]
     require_one_save({(f.rank.ep_rank, 0): Written.of(f.file.path, f.tree) for f in of_shares})
-    opened = Opened(files, args)
-    flat = [(file, number, _flat(file, model)) for file in files for number, model in _models(file)]
-    is_bert = any("lm_head.dense.weight" in tensors for _, _, tensors in flat)
-    for rank_file, number, tensors in flat:
-        opened.chunks.append(_chunk(rank_file, number, tensors, "encoder" if is_bert else "decoder"))
-    return opened
+    flat = []
+    for file in files:
+        tree, path = file.tree, file.file.path
+        keys = ["model"] if "model" in tree else [f"model{i}" for i in range(len(tree)) if f"model{i}" in tree]
+        if not keys:
+            has = ", ".join(str(key)[:40] for key in list(tree)[:10])
+            raise CheckpointError(f"{path} has no model in it, but {has or 'nothing'}: is it one of Megatron's?")
+        for key in keys:
+            if not isinstance(tree[key], dict):
+                raise CheckpointError(f"{path}: the model must be a dict of tensors, found a"
+                                      f" {type(tree[key]).__name__}")  # fmt: skip
+            flat.append((file, key, _flattened(path, tree[key], {})))
+    stack = "encoder" if any("lm_head.dense.weight" in tensors for *_, tensors in flat) else "decoder"
+    chunks = []
+    for file, key, tensors in flat:
+        prefix = f"{file.rank.path.name}/" + ("" if key == "model" else f"{key}/")
+        chunk = ModelChunk(file.rank, int(key.removeprefix("model") or 0), prefix)
+        for name, record in tensors.items():
+            ours = canonical(name, stack)
+            if ours in chunk.tensors:
+                other = chunk.tensors[ours].shown.rsplit(":", 1)[-1]
+                raise CheckpointError(f"{file.file.path}: {name[:200]} and {other} are the same parameter under two"
+                                      " names")  # fmt: skip
+            chunk.tensors[ours] = Stored(record, f"{prefix}:{name}")
+        chunks.append(chunk)
+    is_legacy = any(name.startswith(_LEGACY) for *_, tensors in flat for name in tensors)
+    tp, pp, ep = (1 + max(getattr(file.rank, f"{axis}_rank") for file in files) for axis in ("tp", "pp", "ep"))
+    return Opened(files, args, chunks, tp, pp, ep, is_legacy)
 
 
-def _models(file: RankFile) -> list[tuple[int, Any]]:
-    if "model" in file.tree:
-        return [(0, file.tree["model"])]
-    chunks = [file.tree[f"model{i}"] for i in range(len(file.tree)) if f"model{i}" in file.tree]
-    if not chunks:
-        has = ", ".join(str(key)[:40] for key in list(file.tree)[:10])
-        raise CheckpointError(f"{file.file.path} has no model in it, but {has or 'nothing'}: is it one of Megatron's?")
-    return list(enumerate(chunks))
-
-
-def _flat(file: RankFile, model: Any) -> dict[str, TensorRecord]:
-    if not isinstance(model, dict):
-        raise CheckpointError(f"{file.file.path}: the model must be a dict of tensors, found a {type(model).__name__}")
-    tensors: dict[str, TensorRecord] = {}
-    for name, record in _leaves(model, ""):
-        if name in tensors:
-            raise CheckpointError(f"{file.file.path} has two tensors that are called {name[:200]}")
-        tensors[name] = record
-    return tensors
-
-
-def _leaves(node: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, TensorRecord]]:
+def _flattened(
+    path: Path, node: Mapping[Any, Any], tensors: dict[str, TensorRecord], prefix: str = "", depth: int = 0
+) -> dict[str, TensorRecord]:
     for key, value in node.items():
-        if isinstance(value, TensorRecord):
-            yield f"{prefix}{key}", value
-        elif isinstance(value, dict) and depth < _MAX_DEPTH:
-            yield from _leaves(value, f"{prefix}{key}.", depth + 1)
-
-
-def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack: str) -> ModelChunk:
-    prefix = f"{file.rank.path.name}/" + (f"model{number}/" if "model" not in file.tree else "")
-    by_name: dict[str, Stored] = {}
-    for name, record in tensors.items():
-        ours = names.canonical(name, stack)
-        if ours in by_name:
-            raise CheckpointError(f"{file.file.path}: {name[:200]} and {by_name[ours].shown.rsplit(':', 1)[-1]} are the"
-                                  " same parameter under two names")  # fmt: skip
-        by_name[ours] = Stored(record, f"{prefix}:{name}")
-    return ModelChunk(file.rank, number, prefix, by_name)
-
-
-def places(opened: Opened) -> list[Shard]:
-    """Return the layers of each chunk; virtual stages are interleaved over the ranks and may differ in number."""
-    by_key = {(c.number, c.rank.pp_rank, (c.rank.ep_rank, c.rank.tp_rank)): c for c in opened.chunks}
-    rounds = 1 + max(chunk.number for chunk in opened.chunks)
-    stages = [(number, pp_rank) for number in range(rounds) for pp_rank in range(opened.pp)]
-    shards, first = [], 0
-    for stage in stages:
-        ranks = [(ep_rank, tp_rank) for ep_rank in range(opened.ep) for tp_rank in range(opened.tp)]
-        group = [by_key.get((*stage, rank)) for rank in ranks]
-        counts = {chunk.num_layers if chunk else None for chunk in group}
-        if len(counts) != 1 or None in counts:
-            shown = ", ".join(str(chunk.num_layers if chunk else "none") for chunk in group)
-            raise CheckpointError(f"the tp ranks of stage {stage[1]} have {shown} layers: they must have the same ones")
-        for (ep_rank, tp_rank), chunk in zip(ranks, group, strict=True):
-            assert chunk is not None
-            ends = stage == stages[0], stage == stages[-1]
-            shards.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, *ends, ep_rank))
-        first += group[0].num_layers if group[0] else 0
-    return shards
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and depth < _MAX_DEPTH:
+            _flattened(path, value, tensors, f"{name}.", depth + 1)
+        elif isinstance(value, TensorRecord):
+            if name in tensors:
+                raise CheckpointError(f"{path} has two tensors that are called {name[:200]}")
+            tensors[name] = value
+    return tensors

@@ -1,37 +1,24 @@
 """Megatron's names of our parameters, and their shares on its tensor and pipeline parallel ranks.
 
-Our names are those of Megatron-core with separate norms (its "local" layers). Files may use others: those of core with
-Transformer Engine, where a norm belongs to the linear layer after it; and legacy names, in nested dicts of Megatron-LM
-until 2024 and Megatron-DeepSpeed, in two or three spellings. In a file, layers are numbered from the first of its
-pipeline stage.
-
-A shard is one part of a model in a rank's files: it has the layers from ``first_layer`` on, and its tp rank's share of
-their tensors. Column-parallel layers and vocabularies are split along dim 0, row-parallel ones along dim 1, everything
-else is replicated. Two kinds of shares are not contiguous: [gate | up] of a gated MLP is split within each half, and
-the rows of the fused projection have had four orders:
-
-    interleaved   [g, n/g + 2, d]     version 2.0 and later: ours, so a rank's share is a slice
-    v0            [3, n, d]           within a rank
-    v1            [n, d, 3]           within a rank
-    flat          [n d | g d | g d]   within a rank; Megatron-DeepSpeed since December 2024
-
-With --rotary-interleaved the channels 2 i and 2 i + 1 of a query or key turn together, where ours are i and i + n/2:
-the same model with a head's first n channels in another order, in the projection and in the norms of heads.
-
 Source: Megatron-LM's checkpointing.py :: fix_query_key_value_ordering, and the sources of the layers.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy, View
+from megatron_sp.convert.copies import Copy, Shape, View
 from megatron_sp.convert.families.family import ALL, Sizes
 
+# Our names are those of Megatron-core with separate norms (its "local" layers). Files may use others: those of core
+# with Transformer Engine, where a norm belongs to the linear layer after it; and legacy names, in nested dicts of
+# Megatron-LM until 2024 and Megatron-DeepSpeed, in two or three spellings. In a file, layers are numbered from the
+# first of its pipeline stage.
 Names = Literal["core", "core-local", "legacy"]
 
 _LEGACY_RULES = (
@@ -55,18 +42,11 @@ _LAYER_RULES = (
     (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.\3.\1.\2"),  # grouped
     (r"mlp\.experts\.experts\.", "mlp.experts."),  # whole, of distributed checkpoints
 )
-_IGNORED = {
+IGNORED = {  # regular expressions of names that are not weights, each with the reason
     r".*_extra_state\d*": "Transformer Engine's own state for 8-bit numbers",
     r".*(inv_freq|rotary_pos_emb.*)": "rotary frequencies, which are worked out",
     r".*(attention\.(masked_)?bias|attention_mask)": "the causal mask, which is not a weight",
 }
-
-
-def ignored() -> dict[str, str]:
-    """Return regular expressions of names that are not weights, each with the reason."""
-    return dict(_IGNORED)
-
-
 _OLD = {
     "linear_qkv": "query_key_value", "linear_proj": "dense", "pre_mlp_": "post_attention_",
     "linear_fc1": "dense_h_to_4h", "linear_fc2": "dense_4h_to_h",
@@ -76,17 +56,12 @@ _EXPERT_TENSOR = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(linear_fc[12])\.(weigh
 
 
 def extra_states(names: Iterable[str]) -> list[str]:
-    """Return the key of Transformer Engine's FP8 state for each linear layer of the blocks, which loaders expect."""
+    """Return the keys of Transformer Engine's FP8 states, which loaders expect."""
     return [f"{match[1]}._extra_state" for name in names if (match := _LINEAR.fullmatch(name))]
 
 
-def is_legacy(name: str) -> bool:
-    """Return whether a name is one of Megatron-LM before its core."""
-    return name.startswith(("language_model.", "word_embeddings_for_head."))
-
-
 def canonical(name: str, stack: str) -> str:
-    """Return our name of a parameter, with the layer's number in its file; unknown names are returned unchanged."""
+    """Return our name of a parameter, or an unknown name as it is."""
     for pattern, ours in _LEGACY_RULES:
         if re.fullmatch(pattern, name):
             name = re.sub(pattern, ours, name).replace("STACK", stack, 1)
@@ -105,21 +80,18 @@ def canonical(name: str, stack: str) -> str:
 
 def written(name: str, names: Names, *, tied_head: bool = False, separate_norm: bool = False) -> str:
     """Return the name of a parameter of ours in a file."""
+    # ``tied_head``: a stage's copy of the embedding; ``separate_norm``: experts follow the block's second norm, which
+    # is then no part of a linear layer
     if expert := _EXPERT_TENSOR.fullmatch(name):
         before, number, linear, kind = expert.groups()
         is_local = names == "core-local"
         return f"{before}local_experts.{number}.{linear}.{kind}" if is_local else f"{before}{linear}.{kind}{number}"
-    if names == "core-local":
-        return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
-    if names == "core":
-        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-        if not separate_norm:
+    if names != "legacy":
+        if names == "core":
+            name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        if names == "core" and not separate_norm:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
-    return _legacy(name, tied_head)
-
-
-def _legacy(name: str, tied_head: bool) -> str:
     if name == "output_layer.bias":
         return "lm_head.bias"
     if tied_head:
@@ -182,10 +154,8 @@ def position(name: str, names: Names) -> tuple[int, ...]:
 
 
 def registered(listed: list[str]) -> list[str]:
-    """Return the parameters listed in a file in the order in which modules register them.
-
-    It is the order of the file, except that a legacy BERT registers its copy of the embedding before its heads.
-    """
+    """Return the parameters listed in a file in the order in which modules register them."""
+    # the order of the file, except that a legacy BERT registers its copy of the embedding before its heads
     head = "word_embeddings_for_head.weight"
     if head not in listed:
         return listed
@@ -195,7 +165,7 @@ def registered(listed: list[str]) -> list[str]:
 
 
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether weight decay is applied, by Megatron's rule for its two groups of parameters."""
+    """Return whether Megatron applies weight decay."""
     return len(shape) > 1 and not name.endswith(".bias")
 
 
@@ -203,6 +173,17 @@ def _index(prefixes: tuple[str, ...], name: str) -> int:
     return next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), len(prefixes))
 
 
+# Column-parallel layers and vocabularies are split along dim 0, row-parallel ones along dim 1, everything else is
+# replicated. Two kinds of shares are not contiguous: [gate | up] of a gated MLP is split within each half, and the rows
+# of the fused projection have had four orders:
+#
+#     interleaved   [g, n/g + 2, d]     version 2.0 and later: ours, so a rank's share is a slice
+#     v0            [3, n, d]           within a rank
+#     v1            [n, d, 3]           within a rank
+#     flat          [n d | g d | g d]   within a rank; Megatron-DeepSpeed since December 2024
+#
+# With --rotary-interleaved the channels 2 i and 2 i + 1 of a query or key turn together, where ours are i and i + n/2:
+# the same model with a head's first n channels in another order, in the projection and in the norms of heads.
 QkvOrder = Literal["interleaved", "flat", "v0", "v1"]
 WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -227,6 +208,9 @@ class Shard(NamedTuple):
     ep_rank: int = 0
 
 
+Regions = Iterator[tuple[View, View]]  # pairs (region of ours, region of theirs)
+
+
 @dataclass(frozen=True)
 class Cut:
     """Description of how the tensors of a model are split over tp ranks."""
@@ -239,44 +223,44 @@ class Cut:
     ep: int = 1
     neighbours: int = 0  # channels of each head that are rotated by pairs of neighbours; 0: there are no such pairs
 
-    @property
-    def is_gated(self) -> bool:
-        return self.config.swiglu
-
     def is_replicated(self, name: str) -> bool:
+        """Return whether every rank has a tensor in full."""
         expert = _EXPERT.fullmatch(name)
         is_cut_expert = expert is not None and expert[2] != "linear_fc2.bias"
         return not is_cut_expert and not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
 
-    def is_replica(self, name: str, place: Shard) -> bool:
-        # another place, before this one, has the same share
-        expert = _EXPERT.fullmatch(name)
-        if expert is not None:
-            return place.tp_rank > 0 and expert[2] == "linear_fc2.bias"
-        return place.ep_rank > 0 or (place.tp_rank > 0 and self.is_replicated(name))
-
     def is_cut_along_columns(self, name: str) -> bool:
         return _COLUMNS.fullmatch(name) is not None
 
-    def regions(
-        self, name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str | None = None, ep_rank: int = 0
-    ) -> Iterator[tuple[View, View]]:  # fmt: skip
-        """Yield the pairs (region of ours, region of theirs) that make up a rank's share."""
-        ours = ours or name
-        if _EXPERT.fullmatch(name) and self.ep:
-            yield from self._experts(ours, shape, theirs, rank, ep_rank)
-            return
-        if _VOCABULARY.fullmatch(name):
-            yield self._vocabulary(ours, shape, theirs, rank)
-        elif _QKV.fullmatch(name) and self.qkv != "interleaved":
-            yield from self._qkv(ours, shape, theirs, rank)
-        elif _QKV.fullmatch(name) and self.neighbours:
-            yield from self._by_neighbours(ours, shape, theirs, rank)
+    def regions(self, name: str, shape: Shape, place: Shard, ours: str, theirs: str) -> Regions:
+        """Yield the pairs that make up a rank's share of a parameter, whose tensors have the last two names."""
+        rank, expert = place.tp_rank, _EXPERT.fullmatch(theirs)
+        if expert is not None and self.ep:
+            per_rank = shape[0] // self.ep
+            for number in range(per_rank):
+                number_of_all, file = place.ep_rank * per_rank + number, View(f"{expert[1]}{number}.{expert[2]}")
+                if expert[2] == "linear_fc2.bias":
+                    yield View(ours, None, (number_of_all,)), file
+                elif expert[2] == "linear_fc2.weight":
+                    yield View(ours, None, (number_of_all, ALL, self._share(shape[2], rank))), file
+                elif self.config.swiglu:
+                    for rows_of_half, half in self._halves(shape[1:], rank, file.name):
+                        yield View(ours, None, (number_of_all, rows_of_half)), half
+                else:
+                    yield View(ours, None, (number_of_all, self._share(shape[1], rank))), file
+        elif _VOCABULARY.fullmatch(name):
+            rows, count = self.padded_vocab_size // self.tp, self.rows_of(shape[0], rank)
+            first = min(rank * rows, shape[0])
+            region = View(theirs, None, (slice(0, count),), stored=(rows, *shape[1:]))
+            yield View(ours, None, (slice(first, first + count),)), region
+        elif _QKV.fullmatch(name) and (self.qkv != "interleaved" or self.neighbours):
+            yield from self._fused(ours, shape, theirs, rank)
         elif _HEAD_NORM.fullmatch(name) and self.neighbours:
             for here, there in self._channels(shape[0]):
                 yield View(ours, None, (here,)), View(theirs, None, (there,), stored=shape)
-        elif _FC1.fullmatch(name) and self.is_gated:
-            yield from self._gated(ours, shape, theirs, rank)
+        elif _FC1.fullmatch(name) and self.config.swiglu:
+            for rows_of_half, half in self._halves(shape, rank, theirs):
+                yield View(ours, None, (rows_of_half,)), half
         elif self.is_cut_along_columns(name):
             yield View(ours, None, (ALL, self._share(shape[1], rank))), View(theirs)
         elif self.is_replicated(name):
@@ -284,34 +268,8 @@ class Cut:
         else:
             yield View(ours, None, (self._share(shape[0], rank),)), View(theirs)
 
-    def _experts(
-        self, ours: str, shape: tuple[int, ...], theirs: str, rank: int, ep_rank: int
-    ) -> Iterator[tuple[View, View]]:
-        match = _EXPERT.fullmatch(theirs)
-        assert match is not None
-        own = shape[0] // self.ep
-        for number in range(own):
-            expert, name = ep_rank * own + number, f"{match[1]}{number}.{match[2]}"
-            if match[2] == "linear_fc2.bias":
-                yield View(ours, None, (expert,)), View(name)
-            elif match[2] == "linear_fc2.weight":
-                yield View(ours, None, (expert, ALL, self._share(shape[2], rank))), View(name)
-            elif self.is_gated:
-                half_rows, stored = shape[1] // 2 // self.tp, (shape[1] // self.tp, *shape[2:])
-                for half in range(2):
-                    first = half * shape[1] // 2 + rank * half_rows
-                    region = View(name, None, (slice(half * half_rows, (half + 1) * half_rows),), stored=stored)
-                    yield View(ours, None, (expert, slice(first, first + half_rows))), region
-            else:
-                yield View(ours, None, (expert, self._share(shape[1], rank))), View(name)
-
-    def padding(self, shape: tuple[int, ...], rank: int) -> int:
-        """Return the number of padding elements in a rank's share of a tensor of the vocabulary."""
-        rows = self.padded_vocab_size // self.tp
-        row = shape[1] if len(shape) > 1 else 1
-        return (rows - self._rows(shape[0], rank)) * row
-
-    def _rows(self, vocab_size: int, rank: int) -> int:
+    def rows_of(self, vocab_size: int, rank: int) -> int:
+        """Return the rows of a rank's share of the vocabulary without padding."""
         rows = self.padded_vocab_size // self.tp
         return max(0, min(rows, vocab_size - rank * rows))
 
@@ -319,89 +277,79 @@ class Cut:
         width = size // self.tp
         return slice(rank * width, (rank + 1) * width)
 
-    def _vocabulary(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> tuple[View, View]:
-        rows, here = self.padded_vocab_size // self.tp, self._rows(shape[0], rank)
-        first = min(rank * rows, shape[0])
-        stored = View(theirs, None, (slice(0, here),), stored=(rows, *shape[1:]))
-        return View(ours, None, (slice(first, first + here),)), stored
-
-    def _gated(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
-        half_rows, stored = shape[0] // 2 // self.tp, (shape[0] // self.tp, *shape[1:])
+    def _halves(self, shape: Shape, rank: int, theirs: str) -> Iterator[tuple[slice, View]]:
+        # of [gate | up], each of which is cut on its own: our rows, and where a rank has them
+        rows, stored = shape[0] // 2 // self.tp, (shape[0] // self.tp, *shape[1:])
         for half in range(2):
-            first = half * shape[0] // 2 + rank * half_rows
-            region = View(theirs, None, (slice(half * half_rows, (half + 1) * half_rows),), stored=stored)
-            yield View(ours, None, (slice(first, first + half_rows),)), region
+            first = half * shape[0] // 2 + rank * rows
+            region = View(theirs, None, (slice(half * rows, (half + 1) * rows),), stored=stored)
+            yield slice(first, first + rows), region
 
     def _channels(self, width: int) -> Iterator[tuple[slice, slice]]:
+        # of a head: ours, and theirs in pairs of neighbours
         n = self.neighbours
         yield slice(0, n // 2), slice(0, n, 2)
         yield slice(n // 2, n), slice(1, n, 2)
         if n < width:
             yield slice(n, width), slice(n, width)
 
-    def _by_neighbours(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
+    def _fused(self, ours: str, shape: Shape, theirs: str, rank: int) -> Regions:
         s, rest = Sizes.of(self.config), shape[1:]
         groups, stored = s.g // self.tp, (shape[0] // self.tp, *rest)
-        whole = (s.g, s.r + 2, s.d, *rest)
-        inner = (groups, s.r + 2, s.d, *rest)
-        own = slice(rank * groups, (rank + 1) * groups)
-        turning = slice(0, s.r + 1)  # queries and key
-        for here, there in self._channels(s.d):
-            yield View(ours, whole, (own, turning, here)), View(theirs, inner, (ALL, turning, there), stored=stored)
-        yield View(ours, whole, (own, s.r + 1)), View(theirs, inner, (ALL, s.r + 1), stored=stored)
-
-    def _qkv(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
-        s, rest = Sizes.of(self.config), shape[1:]
-        groups, stored = s.g // self.tp, (shape[0] // self.tp, *rest)
-        whole = (s.g, s.r + 2, s.d, *rest)
-        if self.qkv == "flat":
+        full, own = (s.g, s.r + 2, s.d, *rest), slice(rank * groups, (rank + 1) * groups)
+        if self.qkv == "interleaved":  # with channels in pairs of neighbours
+            inner, turning = (groups, s.r + 2, s.d, *rest), slice(0, s.r + 1)  # queries and key
+            for here, there in self._channels(s.d):
+                yield View(ours, full, (own, turning, here)), View(theirs, inner, (ALL, turning, there), stored=stored)
+            yield View(ours, full, (own, s.r + 1)), View(theirs, inner, (ALL, s.r + 1), stored=stored)
+        elif self.qkv == "flat":
             inner = (groups * (s.r + 2), s.d, *rest)
             for j in range(groups):
                 group = rank * groups + j
                 queries = View(theirs, inner, (slice(j * s.r, (j + 1) * s.r),), stored=stored)
-                yield View(ours, whole, (group, slice(0, s.r))), queries
+                yield View(ours, full, (group, slice(0, s.r))), queries
                 for part in range(2):
                     row = groups * s.r + part * groups + j
-                    yield View(ours, whole, (group, s.r + part)), View(theirs, inner, (row,), stored=stored)
-            return
-        own = slice(rank * groups, (rank + 1) * groups)
-        for part in range(3):  # one query head for each key and value: these versions had no grouped queries
-            v0 = View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
-            v1 = View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored)
-            yield View(ours, whole, (own, part)), v0 if self.qkv == "v0" else v1
-
-
-def local_name(name: str, place: Shard) -> str | None:
-    """Return the name of a parameter of ours in a place, or None if the place does not have it."""
-    layer = _LAYER.fullmatch(name)
-    if layer is not None:
-        number = int(layer[2]) - place.first_layer
-        return f"{layer[1]}{number}{layer[3]}" if 0 <= number < place.num_layers else None
-    if name.startswith("embedding."):
-        return name if place.is_first else None
-    return name if place.is_last else None
+                    yield View(ours, full, (group, s.r + part)), View(theirs, inner, (row,), stored=stored)
+        else:
+            for part in range(3):  # one query head for each key and value: these versions had no grouped queries
+                v0 = View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
+                v1 = View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored)
+                yield View(ours, full, (own, part)), v0 if self.qkv == "v0" else v1
 
 
 def shard_copies(
-    cut: Cut, shapes: Mapping[str, tuple[int, ...]], places: list[Shard], *, kind: str = "", ours: str = "",
-    tied_heads: set[str] | None = None,
+    cut: Cut, shapes: Mapping[str, Shape], places: list[Shard], *, kind: str = "", ours: str = "",
+    tied_heads: Collection[str] = (),
 ) -> tuple[list[Copy], dict[str, int]]:  # fmt: skip
-    """Return the copies between our tensors and those of all places, and the number of padding elements by name."""
+    """Return the copies between our tensors and those of all places, and the number of padding elements by name.
+
+    Args:
+        kind, ours: what precedes the names in the files and ours, for tensors of the optimizer.
+        tied_heads: prefixes of the places that have a copy of the embedding for the output layer.
+    """
     copies: list[Copy] = []
     filled: dict[str, int] = {}
-
-    def add(name: str, local: str, place: Shard, replica: bool) -> None:
-        theirs, shape, rank = f"{place.prefix}{kind}{local}", shapes[name], place.tp_rank
-        regions = cut.regions(name, shape, theirs, rank, ours + name, place.ep_rank)
-        copies.extend(Copy(a, b, replica) for a, b in regions)
-        if _VOCABULARY.fullmatch(name) and (padding := cut.padding(shape, rank)):
-            filled[theirs] = padding
-
     for place in places:
+        entries = []  # our name, the name in the place, whether another place before this one has the same share
         for name in shapes:
-            local = local_name(name, place)
-            if local is not None:
-                add(name, local, place, replica=cut.is_replica(name, place))
-        if tied_heads and place.prefix in tied_heads:
-            add(WORDS, HEAD, place, replica=True)
+            layer, local = _LAYER.fullmatch(name), name
+            is_here = place.is_first if name.startswith("embedding.") else place.is_last
+            if layer is not None:  # numbered from the first layer of the place
+                number = int(layer[2]) - place.first_layer
+                is_here, local = 0 <= number < place.num_layers, f"{layer[1]}{number}{layer[3]}"
+            expert = _EXPERT.fullmatch(name)
+            is_replica = place.ep_rank > 0 or (place.tp_rank > 0 and cut.is_replicated(name))
+            if expert is not None:
+                is_replica = place.tp_rank > 0 and expert[2] == "linear_fc2.bias"
+            if is_here:
+                entries.append((name, local, is_replica))
+        if place.prefix in tied_heads:
+            entries.append((WORDS, HEAD, True))
+        for name, local, is_replica in entries:
+            theirs, shape = f"{place.prefix}{kind}{local}", shapes[name]
+            copies += [Copy(a, b, is_replica) for a, b in cut.regions(name, shape, place, ours + name, theirs)]
+            padding = cut.padded_vocab_size // cut.tp - cut.rows_of(shape[0], place.tp_rank) if shape else 0
+            if padding and _VOCABULARY.fullmatch(name):
+                filled[theirs] = padding * math.prod(shape[1:])
     return copies, filled

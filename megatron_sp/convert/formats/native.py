@@ -24,19 +24,10 @@ from megatron_sp.config.rules import normalize
 from megatron_sp.config.rules_model import resolve_gelu
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.config.schema_model import is_expert_bias
-from megatron_sp.convert.copies import Copy, Correspondence, View
-from megatron_sp.convert.model import (
-    KINDS,
-    OPTIMIZER,
-    LossScale,
-    Model,
-    Options,
-    Progress,
-    match_tensors,
-    parameter_shapes,
-    require_inside,
-    require_sound,
-)
+from megatron_sp.convert.copies import Copy, Correspondence, Store, View
+from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, Options, Progress, match_tensors
+
+from megatron_sp.convert.model import parameter_shapes, require_inside, require_sound  # isort: skip
 from megatron_sp.convert.tokenizers import copy_files, enter_tokenizer, find_files, find_named
 from megatron_sp.data.tokenizers import kept
 from megatron_sp.models.experts import stored_dtype
@@ -64,19 +55,36 @@ class Native:
         folder = find_step(path, options.step)
         require_inside(folder, path)
         reader = NativeReader(folder, verified=True)
-        config, state = _config(reader), reader.state
-        require_sound(config.model, len(reader.tensors()), str(folder))
-        num_classes = _rows_of(reader, CLASSES) if CLASSES in reader.tensors() else 0
+        state, tensors = reader.state, reader.tensors()
+        try:
+            config, _ = Config.from_dict(state.get("config"))
+            normalize(config)
+        except ConfigError as error:  # the error is in a file, not in a flag
+            raise CheckpointError(f"{folder / STATE_NAME}: {error}") from None
+        if WORD_EMBEDDINGS not in tensors:
+            raise CheckpointError(f"{folder} has no tensor {WORD_EMBEDDINGS}: it holds no language model")
+        rows = {}
+        for name in (WORD_EMBEDDINGS, CLASSES):
+            shape = tensors[name].shape if name in tensors else (0, 0)
+            if name in tensors and (len(shape) != 2 or not shape[0]):
+                raise CheckpointError(f"{folder}: {name} is {list(shape)}, and must be a table with at least one row")
+            rows[name] = shape[0]
+        config.model.vocab_size, num_classes = rows[WORD_EMBEDDINGS], rows[CLASSES]
+        require_sound(config.model, len(tensors), str(folder))
         shapes = parameter_shapes(config.model, num_classes)
-        wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
+        wanted = dict(shapes)
+        for name in tensors:
+            kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
+            if name.startswith(OPTIMIZER) and kind in KINDS and parameter in shapes:
+                wanted[name] = shapes[parameter]
         correspondence = Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted))
-        coverage = match_tensors(str(folder), correspondence, reader, {}, tied={})
+        fates = match_tensors(str(folder), correspondence, reader, {})
         converted = state.get("converted")
         tokenizer, notes = tokenizer_of(config, state, folder, options)
         return Model(
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
-            num_classes=num_classes, fates=coverage.fates, tokenizer=tokenizer, notes=notes,
+            num_classes=num_classes, fates=fates, tokenizer=tokenizer, notes=notes,
             tokenizer_type=_tokenizer_type(config, state) if options.tokenizer is None else None,
             eod_id=config.data.eod_id, settings={**(converted if isinstance(converted, dict) else {}), "native": state},
             num_updates=_count(state, "num_updates") if "num_updates" in state else None,
@@ -85,7 +93,7 @@ class Native:
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
         path.mkdir()
-        store = _Cast(model, options)
+        store = _as_written(model, options)
         state = _state(model, store, path, options)
         tensors = {}
         for name, info in store.tensors().items():
@@ -97,7 +105,7 @@ class Native:
         write_checkpoint(path, model.step, tensors, state, progress=progress)
 
     def size(self, model: Model, options: Options) -> int:
-        return sum(info.num_bytes for info in _Cast(model, options).tensors().values())
+        return sum(info.num_bytes for info in _as_written(model, options).tensors().values())
 
 
 def find_step(path: Path, step: int | None) -> Path:
@@ -108,63 +116,20 @@ def find_step(path: Path, step: int | None) -> Path:
         raise CheckpointError(str(error).replace("--ckpt-step", "--step")) from None
 
 
-class _Cast:
-    """A model's tensors as they are written: perhaps in another dtype, or without the optimizer (a ``TensorStore``).
-
-    With Adam's moments, float32 weights that become narrower are also written as the master copies of a 16-bit
-    optimizer.
-    """
-
-    def __init__(self, model: Model, options: Options) -> None:
-        self._store, self._dtype = model.store, options.dtype
-        self._tensors, stored = {}, model.store.tensors()
-        self._wide: dict[str, str] = {}  # name of the weight that a wide copy belongs to, by the copy's name
-        for name, info in stored.items():
-            of_optimizer = name.startswith(OPTIMIZER)
-            if of_optimizer and not options.optimizer:
-                continue
-            dtype = info.dtype if of_optimizer else stored_dtype(name, info.dtype, options.dtype)
-            self._tensors[name] = TensorInfo(info.shape, dtype)
-            copy = f"{OPTIMIZER}master.{name}"
-            narrows = info.dtype == torch.float32 and dtype.itemsize < info.dtype.itemsize
-            if narrows and options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in stored and copy not in stored:
-                self._tensors[copy], self._wide[copy] = info, name
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
-    def read(self, name: str) -> Tensor:
-        return self._store.read(self._wide.get(name, name)).to(self._tensors[name].dtype)
-
-
-def _config(reader: NativeReader) -> Config:
-    try:
-        config, _ = Config.from_dict(reader.state.get("config"))
-        normalize(config)
-    except ConfigError as error:  # the error is in a file, not in a flag
-        raise CheckpointError(f"{reader.step_dir / STATE_NAME}: {error}") from None
-    tensors = reader.tensors()
-    if WORD_EMBEDDINGS not in tensors:
-        raise CheckpointError(f"{reader.step_dir} has no tensor {WORD_EMBEDDINGS}: it holds no language model")
-    config.model.vocab_size = _rows_of(reader, WORD_EMBEDDINGS)
-    return config
-
-
-def _rows_of(reader: NativeReader, name: str) -> int:
-    shape = reader.tensors()[name].shape
-    if len(shape) != 2 or not shape[0]:
-        raise CheckpointError(f"{reader.step_dir}: {name} is {list(shape)}, and must be a table with at least one row")
-    return shape[0]
-
-
-def _optimizer_shapes(shapes: dict[str, tuple[int, ...]], reader: NativeReader) -> dict[str, tuple[int, ...]]:
-    of_optimizer = {}
-    for name in reader.tensors():
-        if name.startswith(OPTIMIZER):
-            kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
-            if kind in KINDS and parameter in shapes:
-                of_optimizer[name] = shapes[parameter]
-    return of_optimizer
+def _as_written(model: Model, options: Options) -> Store:
+    # the tensors perhaps in another dtype, or without the optimizer. With Adam's moments, float32 weights that become
+    # narrower are also written as the master copies of a 16-bit optimizer.
+    stored, described, wide = model.store.tensors(), dict[str, TensorInfo](), dict[str, str]()
+    for name, info in stored.items():
+        of_optimizer = name.startswith(OPTIMIZER)
+        if of_optimizer and not options.optimizer:
+            continue
+        dtype = info.dtype if of_optimizer else stored_dtype(name, info.dtype, options.dtype)
+        described[name] = TensorInfo(info.shape, dtype)
+        copy, narrows = f"{OPTIMIZER}master.{name}", info.dtype == torch.float32 and dtype.itemsize < 4
+        if narrows and options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in stored and copy not in stored:
+            described[copy], wide[copy] = info, name
+    return Store(described, lambda name: model.store.read(wide.get(name, name)).to(described[name].dtype))
 
 
 def _count(state: dict[str, Any], name: str) -> int:
@@ -224,7 +189,7 @@ def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any]
     return (record._replace(fingerprint=before.fingerprint) if before is not None and same else record)._asdict()
 
 
-def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str, Any]:
+def _state(model: Model, store: Store, path: Path, options: Options) -> dict[str, Any]:
     native = model.settings.get("native")
     has_optimizer = any(name.startswith(OPTIMIZER) for name in store.tensors())
     if isinstance(native, dict):  # a rewritten checkpoint: everything except the optimizer's part is unchanged
@@ -258,8 +223,6 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 class ForeignModel:
     """A foreign model in a checkpoint; also what writes it (``command.convert``)."""
 
-    name, holds_optimizer = "hf", False
-
     def __init__(self, reader: NativeReader, described: Mapping[str, Any], options: Options) -> None:
         self._reader, self._class = reader, str(described.get("class"))
         config = described.get("config")
@@ -287,17 +250,21 @@ class ForeignModel:
         return sum(info.num_bytes for info in self._tensors.values())
 
     def write(self, model: object, path: Path, options: Options, progress: Progress) -> None:
-        net = self._built()
-        buffers = {name for name, _ in net.named_buffers()} & set(net.state_dict())
-        wanted = {name for name, _ in net.named_parameters()} | buffers
+        net = self._build()
+        buffers = {name for name, _ in net.named_buffers()}
+        wanted = {name for name, _ in net.named_parameters()} | (buffers & set(net.state_dict()))
         if wanted != set(self._tensors):
             missing, extra = sorted(wanted - set(self._tensors)), sorted(set(self._tensors) - wanted)
             raise CheckpointError(f"{self._reader.step_dir} does not hold the tensors of a {self._class}: missing"
                                   f" {missing[:3]}, left over {extra[:3]}")  # fmt: skip
-        state = {}
+        # --dtype leaves buffers as they are; of a 16-bit model what is in fp32 for its own reasons
+        unchanged = buffers
+        if {torch.bfloat16, torch.float16} & {info.dtype for info in self._tensors.values()}:
+            unchanged = {name for name, info in self._tensors.items() if info.dtype == torch.float32}
+        state: dict[str, Tensor] = {}
         for name, info in self._tensors.items():
             tensor = self._reader.read(name)
-            narrow = tensor.is_floating_point() and options.dtype is not None and name not in self._kept(net)
+            narrow = tensor.is_floating_point() and options.dtype is not None and name not in unchanged
             state[name] = tensor.to(options.dtype) if narrow else tensor
             progress(info.num_bytes)
         net.load_state_dict(state, strict=False, assign=True)
@@ -305,7 +272,7 @@ class ForeignModel:
         net.save_pretrained(path, max_shard_size=options.max_shard_bytes)
         copy_files(self._tokenizer, path)
 
-    def _built(self) -> Any:
+    def _build(self) -> Any:
         try:
             library = availability.load("transformers")
         except RuntimeError as error:
@@ -321,9 +288,3 @@ class ForeignModel:
         except Exception as error:  # transformers raises exception classes of its own for what it rejects
             raise CheckpointError(f"{self._reader.step_dir}: state.json does not describe a {self._class}:"
                                   f" {error}") from None  # fmt: skip
-
-    def _kept(self, made: Any) -> set[str]:
-        kinds = {info.dtype for info in self._tensors.values()}
-        if not kinds & {torch.bfloat16, torch.float16}:
-            return {name for name, _ in made.named_buffers()}
-        return {name for name, info in self._tensors.items() if info.dtype == torch.float32}

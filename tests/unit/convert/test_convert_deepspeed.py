@@ -34,7 +34,7 @@ def parts(model: Model) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]
     everything = contents(model)
     weights = {n: t for n, t in everything.items() if not n.startswith("optimizer.")}
     kinds = ("exp_avg", "exp_avg_sq")
-    return weights, {k: {n: everything[f"optimizer.{k}.{n}"] for n in weights} for k in kinds if model.has_optimizer}
+    return weights, {k: {n: everything[f"optimizer.{k}.{n}"] for n in weights} for k in kinds if model.kinds()}
 
 
 ODD = {**GPT2, "num_layers": 1, "hidden_size": 15, "num_attention_heads": 3}  # parameters that no number of ranks divides

@@ -17,7 +17,7 @@ from megatron_sp.convert import reference as megatron
 from megatron_sp.convert.formats.megatron import Megatron
 from megatron_sp.convert.model import Model, Options, parameter_shapes
 from megatron_sp.convert.reference import Rows
-from megatron_sp.convert.verify import LIMITS, Ours, Reference, Result, compare
+from megatron_sp.convert.verify import LIMITS, Result, Side, compare, our_side
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {**SIZES, "num_layers": 4, "gelu_approximate": "tanh"},
@@ -44,12 +44,12 @@ def computed(folder: Path, shape: str, kind: Kind, layout: str | None = None, **
 def against_reference(model: Model, folder: Path, layout: str | None, given: dict[str, Any] | None = None) -> list[Result]:
     tokens = torch.randint(37, (3, 16), generator=torch.Generator().manual_seed(4))
     rows = Rows(tokens, [16, 9, 1], (torch.arange(16) > 6).long().repeat(3, 1))
-    reference = Reference(lambda cast: megatron.open_folder(folder, cast, layout, 37, given))
+    reference = Side("reference", lambda rows, cast: megatron.open_folder(folder, cast, layout, 37, given).run(rows))
 
     def cast(t: torch.Tensor) -> torch.Tensor:
         return t.double()
 
-    return compare((Ours(model), reference), (cast, cast), rows)
+    return compare((our_side(model), reference), (cast, cast), rows)
 
 
 def worst(results: list[Result]) -> float:

@@ -19,7 +19,7 @@ from megatron_sp.convert import verify as sides
 from megatron_sp.convert.formats import FORMATS
 from megatron_sp.convert.model import Options
 from megatron_sp.convert.reference import NEXT
-from megatron_sp.convert.verify import _compare, _tell_all, verify
+from megatron_sp.convert.verify import Result, tell_all, verify
 from megatron_sp.ops.availability import Kernel
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_NUMERICS, EXIT_OK, ConfigError
 
@@ -236,7 +236,7 @@ def test_a_weight_with_a_nan_is_refused_both_ways(tmp_path: Path, target: str, c
 
 def test_a_difference_that_is_not_finite_on_one_side_alone() -> None:
     a, b = torch.tensor([[1.0, torch.nan, torch.inf]]), torch.tensor([[1.0, torch.nan, torch.inf]])
-    assert _compare("x", a, b) == ("x", 0.0, 1.0, 1.0, pytest.approx(2 / 3))
+    assert Result.of("x", a, b) == ("x", 0.0, 1.0, 1.0, pytest.approx(2 / 3))
     b[0, 1] = 1.0
-    assert _compare("x", a, b).error != 0.0
-    assert not _tell_all("", [_compare(NEXT, torch.full((1, 2), torch.nan), torch.full((1, 2), torch.nan))], 1.0, lambda line: None)
+    assert Result.of("x", a, b).error != 0.0
+    assert not tell_all("", [Result.of(NEXT, torch.full((1, 2), torch.nan), torch.full((1, 2), torch.nan))], 1.0, lambda line: None)
