@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.stream import NativeReader
+from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats.native import Native
@@ -132,3 +133,8 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         assert torch.equal(
             found[name].view(torch.uint8) if tensor.ndim else found[name], tensor.view(torch.uint8) if tensor.ndim else tensor
         ), name
+
+
+def run(*words: Any) -> int:
+    """``megatron-sp convert`` with these words; returns its exit code."""
+    return main(["convert", *map(str, words)])

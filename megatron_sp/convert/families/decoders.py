@@ -148,6 +148,8 @@ class Llama(Family):
     model_type, prefix, name, is_tied = "llama", "model.", "Llama", False
     ignored: Mapping[str, str] = {r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": _FREQUENCIES}
     entries = (*SIZES, Entry("max_position_embeddings", "seq_length", 2048), _DROPOUT)
+    wants: Mapping[str, Any] = {}  # what fields must be in this family
+    free: tuple[str, ...] = ()  # fields that may be anything in this family
     groups_if_absent: int | None = None  # key/value heads where the entry is missing; None: as many as query heads
     eps_if_absent, theta_if_absent = 1e-6, 10000.0
 
@@ -172,12 +174,9 @@ class Llama(Family):
         return {
             "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm",
             "swiglu": True, "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
-            "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor, **self.own(config),
+            "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor,
+            "proj_bias": config.qkv_bias, **{field: getattr(config, field) for field in self.free}, **self.wants,
         }  # fmt: skip
-
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the required values of the fields that are specific to this family."""
-        return {"proj_bias": config.qkv_bias}
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
@@ -218,14 +217,12 @@ class Llama(Family):
 class Mistral(Llama):
     """Llama with a sliding window and without biases."""
 
-    model_type, name, groups_if_absent = "mistral", "Mistral", 8
+    model_type, name, groups_if_absent, free = "mistral", "Mistral", 8, ("window_size",)
+    wants: Mapping[str, Any] = {"qkv_bias": False, "proj_bias": False, "mlp_bias": False}
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         """Set the window: null means none, a missing entry means 4096, the default of transformers."""
         config.window_size = settings.count("sliding_window", None) if "sliding_window" in settings.document else 4096
-
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        return {"window_size": config.window_size, "qkv_bias": False, "proj_bias": False, "mlp_bias": False}
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": config.window_size}
@@ -234,7 +231,8 @@ class Mistral(Llama):
 class Qwen2(Llama):
     """Llama with biases on queries, keys and values only, and a sliding window in all layers or in none."""
 
-    model_type, name, groups_if_absent = "qwen2", "Qwen2", 32
+    model_type, name, groups_if_absent, free = "qwen2", "Qwen2", 32, ("window_size",)
+    wants: Mapping[str, Any] = {"qkv_bias": True, "proj_bias": False, "mlp_bias": False}
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         set_biases(config, attention=True, proj=False, mlp=False)
@@ -259,9 +257,6 @@ class Qwen2(Llama):
                                   " sliding_window give none")  # fmt: skip
         config.window_size = window if types[0] == _SLIDING else None
 
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        return {"window_size": config.window_size, "qkv_bias": True, "proj_bias": False, "mlp_bias": False}
-
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         if config.window_size is None:
             return {"use_sliding_window": False}
@@ -275,6 +270,10 @@ _STACKED = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\
 class _Experts(Llama):
     inside, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
     num_experts, expert_width, aux_coeff = "num_experts", "intermediate_size", 0.001
+    wants: Mapping[str, Any] = {
+        "has_experts": True, "shared_expert_size": 0, "moe_router_score_function": "softmax",
+        "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "mlp_bias": False,
+    }  # fmt: skip
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         other = next(name for name in ("num_experts", "num_local_experts") if name != self.num_experts)
@@ -289,12 +288,6 @@ class _Experts(Llama):
             raise CheckpointError(f"{settings.where}: router_aux_loss_coef must be at least 0, found"
                                   f" {config.moe_aux_loss_coeff:g}")  # fmt: skip
         config.moe_router_load_balancing_type = "global_aux_loss" if config.moe_aux_loss_coeff else None
-
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            "has_experts": True, "shared_expert_size": 0, "moe_router_score_function": "softmax",
-            "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "mlp_bias": False,
-        }  # fmt: skip
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
@@ -342,7 +335,10 @@ def _everywhere(config: ModelConfig) -> str:
 class Mixtral(_Experts):
     """Mistral with experts in all layers, whose weights sum to 1."""
 
-    model_type, name, groups_if_absent = "mixtral", "Mixtral", 8
+    model_type, name, groups_if_absent, free = "mixtral", "Mixtral", 8, ("window_size",)
+    wants: Mapping[str, Any] = {
+        **_Experts.wants, "qkv_bias": False, "proj_bias": False, "moe_router_pre_softmax": False,
+    }  # fmt: skip
     inside, gate, up, down, num_experts = "block_sparse_moe.", "w1", "w3", "w2", "num_local_experts"
     eps_if_absent, theta_if_absent = 1e-5, 1e6
 
@@ -351,11 +347,8 @@ class Mixtral(_Experts):
         super().take_own(config, settings)
         config.window_size = settings.count("sliding_window", None)
 
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            **super().own(config), "window_size": config.window_size, "qkv_bias": False, "proj_bias": False,
-            "moe_router_pre_softmax": False, "moe_layer_freq": _everywhere(config),
-        }  # fmt: skip
+    def wanted(self, config: ModelConfig) -> dict[str, Any]:
+        return {**super().wanted(config), "moe_layer_freq": _everywhere(config)}
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {**super().more_entries(config), "sliding_window": config.window_size}
@@ -364,7 +357,8 @@ class Mixtral(_Experts):
 class Qwen3Moe(_Experts):
     """Qwen3 with experts in some or all layers, norms on query and key heads, a window in all layers or in none."""
 
-    model_type, name, groups_if_absent, expert_width = "qwen3_moe", "Qwen3Moe", 4, "moe_intermediate_size"
+    model_type, name, groups_if_absent, free = "qwen3_moe", "Qwen3Moe", 4, ("window_size",)
+    expert_width, wants = "moe_intermediate_size", {**_Experts.wants, "qk_layernorm": True}
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         super().take_own(config, settings)
@@ -382,10 +376,6 @@ class Qwen3Moe(_Experts):
             raise CheckpointError(f"{settings.where}: decoder_sparse_step and mlp_only_layers leave no layer with"
                                   " experts: it is not a mixture")  # fmt: skip
 
-    def own(self, config: ModelConfig) -> dict[str, Any]:
-        own = {"window_size": config.window_size, "proj_bias": config.qkv_bias, "qk_layernorm": True}
-        return {**super().own(config), **own}
-
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         layers = range(config.num_layers or 0)
         window = {} if config.window_size is None else {"sliding_window": config.window_size}
@@ -401,6 +391,7 @@ class Olmoe(_Experts):
     """OLMoE: experts in all layers, norms over all queries and over all keys of a token."""
 
     model_type, name, aux_coeff, eps_if_absent = "olmoe", "Olmoe", 0.01, 1e-5
+    wants: Mapping[str, Any] = {**_Experts.wants, "qk_layernorm": True, "qk_layernorm_scope": "all"}
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         settings.require("clip_qkv", None, "limits queries, keys and values")
@@ -409,12 +400,10 @@ class Olmoe(_Experts):
         config.qk_layernorm, config.qk_layernorm_scope = True, "all"
         config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
 
-    def own(self, config: ModelConfig) -> dict[str, Any]:
+    def wanted(self, config: ModelConfig) -> dict[str, Any]:
         assert config.hidden_size and config.num_attention_heads
-        return {
-            **super().own(config), "proj_bias": config.qkv_bias, "qk_layernorm": True, "qk_layernorm_scope": "all",
-            "head_dim": config.hidden_size // config.num_attention_heads, "moe_layer_freq": _everywhere(config),
-        }  # fmt: skip
+        head_dim = config.hidden_size // config.num_attention_heads
+        return {**super().wanted(config), "head_dim": head_dim, "moe_layer_freq": _everywhere(config)}
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {

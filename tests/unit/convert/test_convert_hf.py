@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.convert_models import MODELS, assert_equal, contents, random_model, stored, write_run
+from support.convert_models import MODELS, assert_equal, contents, random_model, run, stored, write_run
 from torch import Tensor, serialization
 
-from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.family import Settings
 from megatron_sp.convert.formats import FORMATS
@@ -23,10 +22,6 @@ from megatron_sp.convert.model import Options
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def run(*words: Any) -> int:
-    return main(["convert", *map(str, words)])
 
 
 def to_hf(source: Path, target: Path, *more: Any) -> None:

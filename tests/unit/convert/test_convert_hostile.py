@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.convert_models import MODELS, Tensors, contents, random_model, write_run
+from support.convert_models import MODELS, Tensors, contents, random_model, run, write_run
 
-from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families import FAMILIES
 from megatron_sp.convert.families.family import Settings
@@ -21,10 +20,6 @@ from megatron_sp.convert.formats.megatron_args import tokenizer_size
 from megatron_sp.convert.formats.megatron_dist import named_tensors
 from megatron_sp.convert.formats.native import _count
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DISK, CheckpointError
-
-
-def run(*words: Any) -> int:
-    return main(["convert", *map(str, words)])
 
 
 @pytest.fixture

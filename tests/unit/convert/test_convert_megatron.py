@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support import megatron_files as theirs
-from support.convert_models import BERT, GPT2, LLAMA, Tensors, assert_equal, contents, stored, write_run
+from support.convert_models import BERT, GPT2, LLAMA, Tensors, assert_equal, contents, run, stored, write_run
 from support.megatron_files import Kind
 from torch import Tensor
 
-from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.formats import FORMATS, detect
 from megatron_sp.convert.formats.native import Native
@@ -36,10 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "gelu_approximate": "none",
     },
 }  # fmt: skip
-
-
-def run(*words: Any) -> int:
-    return main(["convert", *map(str, words)])
 
 
 def config_of(shape: str, **more: Any) -> ModelConfig:

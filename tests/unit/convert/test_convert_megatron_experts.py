@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support import megatron_files as theirs
-from support.convert_models import MIXTRAL, QWEN3, Tensors, assert_equal, contents, random_model, stored, write_run
+from support.convert_models import MIXTRAL, QWEN3, Tensors, assert_equal, contents, random_model, run, stored, write_run
 from support.megatron_files import Kind, Tree
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.model import Model, parameter_shapes
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
@@ -32,10 +31,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ungated": {**MIXTRAL, **BIG, "swiglu": False, "squared_relu": True, "moe_shared_expert_intermediate_size": 16},
     "biases": {**MIXTRAL, **BIG, "swiglu": False, "squared_relu": True, "disable_bias_linear": False, "num_query_groups": 4},
 }  # fmt: skip
-
-
-def run(*words: Any) -> int:
-    return main(["convert", *map(str, words)])
 
 
 def model_of(shape: str) -> Model:
