@@ -325,7 +325,7 @@ class AttentionCore:
             out, lse, *received = kept.take("attention")
             before = ContextAttention(out, lse, tuple(received))
         found = context_attention(
-            q, paired(k, v), plan, self.layer.layout.cp, piece_kernel(self.ctx.kernel, q, rate),
+            q, paired(k, v), plan, self.layer.layout.cp, piece_kernel(self.ctx.kernel, q, rate, v=v),
             batch=q.shape[1] * q.shape[2] // len(share.queries), counts=counts, row_keys=row_keys, kept=before,
             slices=None if self.ctx.row_slice is None else self.ctx.row_slice.of((self.layer.layer, share.queries.start)),
             cover=self._cover_last_exchange,

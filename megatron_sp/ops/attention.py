@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.allocator import empty
-from megatron_sp.ops.attention_kernels import DenseCPU, KeptTensors, LseKernel, attend_with, by_head
+from megatron_sp.ops.attention_kernels import DenseCPU, KeptTensors, LseKernel, attend_with, by_head, same_widths
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
 from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn, varlen
@@ -169,16 +169,16 @@ def core_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0, dropout_rows: Tensor | None = None,
     kept: KeptTensors | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of m independent groups.
+    """Compute attention of m independent groups, softmax(q k^T / sqrt(d)) v; values may have another width than queries and keys.
 
     Args:
         q: [s_q, m, r, d].
-        k, v: [s_k, m, 1, d], one key and value head for r query heads.
+        k, v: [s_k, m, 1, d], [s_k, m, 1, d_v], one key and value head for r query heads.
         mask: its ``key_lengths``, if any, are [m].
         dropout_rows: int32 [m, r, s_q], for the reference kernel.
         kept: keeps the results for a recomputation, or has them (``keeps_results``).
     Returns:
-        [s_q, m, r, d]; zero for a query without keys (all padding, or causal with more queries than keys).
+        [s_q, m, r, d_v]; zero for a query without keys (all padding, or causal with more queries than keys).
     """
     kernel, mask = _settled(kernel, mask, k)
     if dropout == 0.0 and (kept is not None or _is_for_cpu_flash(q, kernel)):
@@ -215,7 +215,7 @@ def lse_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: Ker
     if pieces is not None:
         if on_cpu:
             return TiledAttention(stage_of(pieces, window), q.shape[1] // each)
-        flash = _flash_with_lse(kernel, q) if _are_documents(pieces, each, q) else None
+        flash = _flash_with_lse(kernel, q, v) if _are_documents(pieces, each, q) else None
         return None if flash is None else Packed(flash, pieces, each, causal, window)
     if mask.key_lengths is not None or mask.bias is not None:
         return None
@@ -226,7 +226,7 @@ def lse_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: Ker
         return None
     if on_cpu:
         return DenseCPU(aligned) if window is None else TiledAttention(_all_pairs(s_q, s_k, aligned, window), 1)
-    if not torch_has_varlen(q):
+    if not torch_has_varlen(q, v):
         return None
     on_cudnn = takes_cudnn(q, k, v, aligned) if kernel == "cudnn" and window is None else None
     return on_cudnn or Dense(TorchFlash(), aligned, window)
@@ -306,7 +306,7 @@ def _by_piece(
 ) -> Tensor:  # fmt: skip
     """Compute attention within pieces only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
     causal, window = mask.causal, mask.window
-    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if _are_documents(pieces, each, q) else None
+    varlen_kernel = _varlen_kernel(q, v, causal, kernel, dropout, window) if _are_documents(pieces, each, q) else None
     if varlen_kernel is not None:
         return varlen(q, k, v, pieces, each, varlen_kernel)
 
@@ -331,15 +331,15 @@ def _causal_from_the_start(
     return torch.cat(parts)
 
 
-def _flash_with_lse(kernel: KernelName, q: Tensor) -> FlashKernel | None:
+def _flash_with_lse(kernel: KernelName, q: Tensor, v: Tensor) -> FlashKernel | None:
     """Return the flash kernel of a kernel whose results are kept, or None if there is none for q."""
     if kernel in FLASH_NAMES:
         return PackageFlash(kernel)
-    return TorchFlash() if kernel in ("sdpa", "cudnn") and torch_has_varlen(q) else None
+    return TorchFlash() if kernel in ("sdpa", "cudnn") and torch_has_varlen(q, v) else None
 
 
 def _varlen_kernel(
-    q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None
+    q: Tensor, v: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None
 ) -> Callable[..., Tensor] | None:
     """Return a kernel for all documents at once (``gpu_kernels.varlen``), or None if there is none for these arguments."""
     if kernel in FLASH_NAMES:
@@ -349,7 +349,7 @@ def _varlen_kernel(
             return flash_packages.packed(name, q, k, v, ends, longest, causal=causal, window=window, dropout=dropout)
 
         return of_package
-    if kernel in ("sdpa", "cudnn") and torch_has_varlen(q):
+    if kernel in ("sdpa", "cudnn") and torch_has_varlen(q, v):
 
         def of_torch(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
             return _flash_of_torch(q, k, v, ends, longest, longest, dropout, causal, window)
@@ -370,20 +370,29 @@ def _flash_of_torch(
     window: int | None,
 ) -> Tensor:
     """Call torch's flash kernel on a GPU directly, since SDPA supports neither cumulative sequence lengths nor windows."""
-    more = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    more: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    d_v = v.shape[-1]
+    if d_v != q.shape[-1]:
+        more["scale"] = 1 / math.sqrt(q.shape[-1])
+        q, k, v = same_widths(q, k, v)
     out: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, max_q, max_k, dropout, causal, False, **more
     )[0]
-    return out
+    return out if d_v == out.shape[-1] else out[..., :d_v]
 
 
-def torch_has_varlen(q: Tensor) -> bool:
-    """Return whether torch's flash kernel supports q like this with cumulative sequence lengths, by the conditions of SDPA."""
+def torch_has_varlen(q: Tensor, v: Tensor | None = None) -> bool:
+    """Return whether torch's flash kernel supports q like this with cumulative sequence lengths, by the conditions of SDPA.
+
+    Args:
+        v: the values, where these may have another width: the narrower heads are padded.
+    """
+    width = q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1])
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] <= MOST_HEAD_DIM
-        and q.shape[-1] % 8 == 0
+        and width <= MOST_HEAD_DIM
+        and width % 8 == 0
         and _has_flash(q.device)
     )
 
@@ -412,7 +421,7 @@ def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
         return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding, and takes no bias
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
-    return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
+    return out.transpose(0, 1)  # [m, s, r, d_v] -> [s, m, r, d_v]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
@@ -436,7 +445,7 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropou
     behind = s_k - s_q  # position of the first query among the keys
     blind = max(0, -behind) if mask.causal else 0  # queries before the first key
     rows = max(1, _MASK_ELEMENTS // (s_k * (1 if mask.key_lengths is None else q.shape[1])))
-    tiles = [torch.zeros_like(q[:blind])] if blind else []
+    tiles = [q.new_zeros((blind, *q.shape[1:3], v.shape[3]))] if blind else []
     for first in range(blind, s_q, rows):
         last = min(first + rows, s_q)
         keys = slice(
@@ -471,7 +480,7 @@ def _fused_sdpa(
         RuntimeError: no fused kernel takes this on this GPU.
     Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; that zero strides are right in backward, too: pytorch #191085.
     """
-    r, d = q.shape[2:]
+    (r, d), d_v = q.shape[2:], v.shape[3]
     with _without_all_scores():
         operands = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         params = torch.backends.cuda.SDPAParams(*operands, None, dropout, causal, r > 1)
@@ -479,8 +488,8 @@ def _fused_sdpa(
             torch.backends.cuda.can_use_flash_attention(params) or torch.backends.cuda.can_use_cudnn_attention(params)
         )
         if not takes_groups:
-            if d % 8:
-                q, k, v = (F.pad(t, (0, -d % 8)) for t in (q, k, v))
+            if d % 8 or d_v % 8:
+                q, k, v = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
             operands = by_head(q, k, v)
         query, key, value = operands
         try:
@@ -495,7 +504,7 @@ def _fused_sdpa(
                 f"no fused kernel of torch computes attention in {str(q.dtype).removeprefix('torch.')} with heads {d} wide on this GPU, and"
                 " the plain one holds the scores of all pairs of tokens in memory: --attention-backend unfused asks for it"
             ) from error
-    return out[..., :d].permute(2, 0, 1, 3)
+    return out[..., :d_v].permute(2, 0, 1, 3)
 
 
 @contextmanager
@@ -522,7 +531,7 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
         return _sdpa_with_mask(q, k, v, mask, dropout) if s_q > 1 else _any_sdpa(q, k, v, None, dropout)
     if s_q > s_k:
         return _sdpa_with_mask(q, k, v, AttentionMask(window=window), dropout)
-    if torch_has_varlen(q):
+    if torch_has_varlen(q, v):
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
         return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
     found = []

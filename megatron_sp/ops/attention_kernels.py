@@ -11,15 +11,19 @@ LoongTrain, arXiv:2406.18485).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.ops.allocator import blocks, empty, is_small
+
+Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class KeptTensors:
@@ -102,10 +106,10 @@ class Gradients(NamedTuple):
 
 
 class LseKernel(Protocol):
-    """Interface of a kernel with fixed options; q is [s_q, m, r, d], k and v are [s_k, m, 1, d]."""
+    """Interface of a kernel with fixed options; q is [s_q, m, r, d], k is [s_k, m, 1, d], v is [s_k, m, 1, d_v]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return the output, of the shape of q, and what else backward needs beside q, k and v: the lse, in one or more tensors."""
+        """Return the output [s_q, m, r, d_v], and what else backward needs beside q, k and v: the lse, in one or more tensors."""
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         """Return the gradients of q, k and v from that of the output."""
@@ -117,10 +121,10 @@ def attend_with(kernel: LseKernel, q: Tensor, k: Tensor, v: Tensor, kept: KeptTe
     Args:
         kernel: the kernel and its options.
         q: [s_q, m, r, d].
-        k, v: [s_k, m, 1, d].
+        k, v: [s_k, m, 1, d], [s_k, m, 1, d_v].
         kept: keeps output and lse in the first of two passes, which has no gradients, and has them in the second.
     Returns:
-        [s_q, m, r, d].
+        [s_q, m, r, d_v].
     """
     if kept is None or kept.replays:
         return _Attention.apply(q, k, v, kernel, None if kept is None else kept.take("attention"))
@@ -153,7 +157,7 @@ def _is_fused(q: Tensor, k: Tensor) -> bool:
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Allocate gradients; for parts of a fused QKV as views of one tensor in its layout, so that packing them costs nothing."""
     s, m, r, d = q.shape
-    if _is_fused(q, k):
+    if v.shape[3] == d and _is_fused(q, k):
         packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
         return Gradients(packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :])
     return Gradients(*(empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)))
@@ -172,45 +176,72 @@ class DenseCPU:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         s, m, r, d = q.shape
-        if is_small(q):
+        d_v = v.shape[3]
+        if is_small(q) and d == d_v:
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
                 *by_head(q, k, v), 0.0, self.causal
             )
             return out.permute(2, 0, 1, 3).contiguous(), lse  # [m, r, s, d] -> [s, m, r, d]
-        out = empty(q.shape, dtype=q.dtype, device=q.device)
+        out = empty((s, m, r, d_v), dtype=q.dtype, device=q.device)
         lse = torch.empty((m, r, s), dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
-        for groups in blocks(m, s * r * d * q.element_size(), q.device):
-            operands = by_head(q[:, groups], k[:, groups], v[:, groups])
-            of_heads, lse[groups] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *operands, 0.0, self.causal
-            )
+        for groups in blocks(m, s * r * max(d, d_v) * q.element_size(), q.device):
+            of_heads, lse[groups] = cpu_flash(*by_head(q[:, groups], k[:, groups], v[:, groups]), self.causal)
             out[:, groups] = of_heads.permute(2, 0, 1, 3)  # [m, r, s, d] -> [s, m, r, d]
         return out, lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         s, m, r, d = q.shape
-        if is_small(q) and r == 1 and _is_fused(q, k):
+        if is_small(q) and r == 1 and d == v.shape[3] and _is_fused(q, k):
             of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                 grad.permute(1, 2, 0, 3), *by_head(q, k, v), out.permute(1, 2, 0, 3), lse[0], 0.0, self.causal
             )
             parts = of_q.permute(2, 0, 1, 3), of_k.permute(2, 0, 1, 3), of_v.permute(2, 0, 1, 3)
             return Gradients(*torch.cat(parts, 2).split_with_sizes((1, 1, 1), 2))  # [m, 1, s, d] -> [s, m, 3, d]
         grads = empty_gradients(q, k, v)
-        for groups in blocks(m, s * r * d * q.element_size(), q.device):
+        for groups in blocks(m, s * r * max(d, v.shape[3]) * q.element_size(), q.device):
             operands = by_head(q[:, groups], k[:, groups], v[:, groups])
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad[:, groups].permute(1, 2, 0, 3),
-                *operands,
-                out[:, groups].permute(1, 2, 0, 3),
-                lse[0][groups],
-                0.0,
-                self.causal,
-            )
-            part_q, part_k, part_v = (t.permute(2, 0, 1, 3) for t in found)
+            results = out[:, groups].permute(1, 2, 0, 3), lse[0][groups]
+            of_heads = cpu_flash_backward(grad[:, groups].permute(1, 2, 0, 3), *operands, *results, self.causal)
+            part_q, part_k, part_v = (t.permute(2, 0, 1, 3) for t in of_heads)
             if r > 1:  # the group's one key and value served all its queries
                 part_k, part_v = part_k.sum(2, keepdim=True), part_v.sum(2, keepdim=True)
             grads.q[:, groups], grads.k[:, groups], grads.v[:, groups] = part_q, part_k, part_v
         return grads
+
+
+def cpu_flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Call torch's fused CPU kernel on [m, r, s, d], v and the output d_v wide; ``mask`` is additive. Return output and lse."""
+    forward, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, v.shape[3]
+    scale = _scale(q, v)
+    if scale is not None:
+        q, k, v = same_widths(q, k, v)
+    out, lse = forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return out[..., :d_v], lse
+
+
+def cpu_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None = None
+) -> Tensors:  # fmt: skip
+    """Return the gradients of q, k and v of ``cpu_flash``."""
+    backward, d, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, q.shape[3], v.shape[3]
+    scale = _scale(q, v)
+    if scale is not None:
+        grad, q, k, v, out = same_widths(grad, q, k, v, out)
+    of_q, of_k, of_v = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    return of_q[..., :d], of_k[..., :d], of_v[..., :d_v]
+
+
+def _scale(q: Tensor, v: Tensor) -> float | None:
+    # None: heads are of one width, so the kernel's own 1/sqrt(d) is right, and nothing is padded
+    return None if q.shape[3] == v.shape[3] else 1 / math.sqrt(q.shape[3])
+
+
+def same_widths(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad the last dims with zeros to the largest, for kernels that know one width: zeros change neither scores nor gradients."""
+    widest = max(t.shape[-1] for t in tensors)
+    return tuple(t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in tensors)
 
 
 def by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import availability
+from megatron_sp.ops.attention_kernels import same_widths
 
 FlashName = Literal["flash2", "flash3", "flash4"]
 FLASH_NAMES: tuple[FlashName, ...] = get_args(FlashName)
@@ -163,9 +164,8 @@ def dense(
     Raises:
         RuntimeError: the package is not available.
     """
-    return _out(
-        availability.load(PACKAGES[name].package).flash_attn_func(q, k, v, **_options(name, causal, window, dropout))
-    )
+    function = availability.load(PACKAGES[name].package).flash_attn_func
+    return _one_width(function, q, k, v, _options(name, causal, window, dropout))
 
 
 def packed(
@@ -192,7 +192,7 @@ def packed(
     """
     function = availability.load(PACKAGES[name].package).flash_attn_varlen_func
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return _out(function(q, k, v, **lengths, **_options(name, causal, window, dropout)))
+    return _one_width(function, q, k, v, {**lengths, **_options(name, causal, window, dropout)})
 
 
 def _options(name: FlashName, causal: bool, window: int | None, dropout: float) -> dict[str, Any]:
@@ -206,22 +206,32 @@ def _options(name: FlashName, causal: bool, window: int | None, dropout: float) 
     return found
 
 
-def _out(result: Any) -> Tensor:
-    return cast(Tensor, result[0] if isinstance(result, tuple) else result)
+def _one_width(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    # the packages know heads of one width, but for some pairs of widths on some GPUs
+    d_v = v.shape[-1]
+    if d_v != q.shape[-1]:
+        options["softmax_scale"] = 1 / math.sqrt(q.shape[-1])
+        q, k, v = same_widths(q, k, v)
+    result = function(q, k, v, **options)
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out if d_v == out.shape[-1] else out[..., :d_v]
 
 
-def forward_with_lse(name: FlashName, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def forward_with_lse(
+    name: FlashName, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute attention without autograd, and the log of its sums.
 
     Args:
         q: [b, s_q, heads, d], packed [tokens, heads, d].
         k, v: [b, s_k, groups, d], packed [tokens, groups, d].
+        scale: of the scores; None: 1/sqrt(d).
     Returns:
         The output, of the shape of q, and lse, fp32 [b, heads, s_q], packed [heads, tokens].
     Raises:
         RuntimeError: the package is not as it is known here (``lse_lack``).
     """
-    function, arguments = _function(name, False, pairs), _arguments(name, q, pairs)
+    function, arguments = _function(name, False, pairs), _arguments(name, q, pairs, scale)
     out, lse = _call(function, {"q": q, "k": k, "v": v, "return_lse": True, **arguments})[:2]
     shape = (q.shape[1], q.shape[0]) if pairs.lengths is not None else (q.shape[0], q.shape[2], q.shape[1])
     if not isinstance(lse, Tensor) or lse.dtype != torch.float32 or tuple(lse.shape) != shape or out.shape != q.shape:
@@ -231,7 +241,7 @@ def forward_with_lse(name: FlashName, q: Tensor, k: Tensor, v: Tensor, pairs: Pa
 
 def backward_from_lse(
     name: FlashName, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
-    allocate: Callable[[], tuple[Tensor, Tensor, Tensor]],
+    allocate: Callable[[], tuple[Tensor, Tensor, Tensor]], *, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k and v; with --deterministic-mode by the deterministic backward.
 
@@ -248,7 +258,7 @@ def backward_from_lse(
         "v": v,
         "out": out,
         under.lse: lse.contiguous(),
-        **_arguments(name, q, pairs),
+        **_arguments(name, q, pairs, scale),
     }
     arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if under.allocates:
@@ -296,13 +306,11 @@ def _function(name: FlashName, backward: bool, pairs: Pairs) -> Callable[..., An
     return cast("Callable[..., Any]", getattr(_module(name), names[pairs.lengths is not None]))
 
 
-def _arguments(name: FlashName, q: Tensor, pairs: Pairs) -> dict[str, Any]:
+def _arguments(name: FlashName, q: Tensor, pairs: Pairs, scale: float | None) -> dict[str, Any]:
     none = _UNDER[name].no_window
     left, right = (none if side == -1 else side for side in pairs.reach() or (-1, -1))
-    found = {
-        "softmax_scale": 1 / math.sqrt(q.shape[-1]), "causal": pairs.causal, "window_size": (left, right), "window_size_left": left,
-        "window_size_right": right,
-    }  # fmt: skip
+    found: dict[str, Any] = {"softmax_scale": scale or 1 / math.sqrt(q.shape[-1]), "causal": pairs.causal}
+    found |= {"window_size": (left, right), "window_size_left": left, "window_size_right": right}
     if pairs.lengths is not None:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         found |= dict(zip(names, pairs.lengths, strict=True))

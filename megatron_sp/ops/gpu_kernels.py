@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.allocator import to_device
-from megatron_sp.ops.attention_kernels import Gradients, by_head, empty_gradients
+from megatron_sp.ops.attention_kernels import Gradients, by_head, empty_gradients, same_widths
 from megatron_sp.ops.flash_packages import FlashName, Lengths, Pairs
 from megatron_sp.ops.partial_attention import Part
 
@@ -54,21 +54,26 @@ class TorchFlash:
     """torch's flash kernel; FlashAttention 2, or what ``attention_choice.activate`` has put in its place."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        scale, lengths = 1 / math.sqrt(q.shape[-1]), _lengths(q, k, pairs)
-        forward = torch.ops.aten._flash_attention_forward
+        scale, lengths = _scale(q), _lengths(q, k, pairs)
+        forward, d_v = torch.ops.aten._flash_attention_forward, v.shape[-1]
+        if d_v != q.shape[-1]:
+            q, k, v = same_widths(q, k, v)
         out, lse = forward(q, k, v, *lengths, 0.0, pairs.causal, False, scale=scale, **_window(pairs))[:2]
-        return out, lse
+        return out[..., :d_v], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
         allocate: Callable[[], Tensors],
     ) -> Tensors:  # fmt: skip
         generator = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in (2, 0))  # not read
-        scale, lengths = 1 / math.sqrt(q.shape[-1]), _lengths(q, k, pairs)
-        grads: Tensors = torch.ops.aten._flash_attention_backward(
+        scale, lengths = _scale(q), _lengths(q, k, pairs)
+        d, d_v = q.shape[-1], v.shape[-1]
+        if d_v != d:
+            grad, q, k, v, out = same_widths(grad, q, k, v, out)
+        of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, pairs.causal, *generator, scale=scale, **_window(pairs)
         )
-        return grads
+        return of_q[..., :d], of_k[..., :d], of_v[..., :d_v]
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,32 @@ class PackageFlash:
     name: FlashName
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        return flash_packages.forward_with_lse(self.name, q, k, v, pairs)
+        if q.shape[-1] == v.shape[-1]:
+            return flash_packages.forward_with_lse(self.name, q, k, v, pairs)
+        wide_q, wide_k, wide_v = same_widths(q, k, v)
+        out, lse = flash_packages.forward_with_lse(self.name, wide_q, wide_k, wide_v, pairs, scale=_scale(q))
+        return out[..., : v.shape[-1]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
         allocate: Callable[[], Tensors],
     ) -> Tensors:  # fmt: skip
-        return flash_packages.backward_from_lse(self.name, grad, q, k, v, out, lse, pairs, allocate)
+        if q.shape[-1] == v.shape[-1]:
+            return flash_packages.backward_from_lse(self.name, grad, q, k, v, out, lse, pairs, allocate)
+        grad, wide_q, wide_k, wide_v, out = same_widths(grad, q, k, v, out)
+
+        def allocate_wide() -> Tensors:
+            return torch.empty_like(wide_q), torch.empty_like(wide_k), torch.empty_like(wide_v)
+
+        grads = flash_packages.backward_from_lse(
+            self.name, grad, wide_q, wide_k, wide_v, out, lse, pairs, allocate_wide, scale=_scale(q)
+        )
+        of_q, of_k, of_v = (t[..., : like.shape[-1]] for t, like in zip(grads, (q, k, v), strict=True))
+        return of_q, of_k, of_v
+
+
+def _scale(q: Tensor) -> float:
+    return 1 / math.sqrt(q.shape[-1])
 
 
 def _lengths(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -192,7 +216,7 @@ class CUDNN:
     groups: bool  # keys and values are given as they are; else once for each query
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        scale, forward = 1 / math.sqrt(q.shape[-1]), torch.ops.aten._scaled_dot_product_cudnn_attention
+        scale, forward = _scale(q), torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse = forward(*self._operands(q, k, v), None, True, 0.0, self.causal, False, scale=scale)[:2]
         return out.permute(2, 0, 1, 3).contiguous(), lse.squeeze(3)
 
@@ -201,7 +225,7 @@ class CUDNN:
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             grad.permute(1, 2, 0, 3), *self._operands(q, k, v), out.permute(1, 2, 0, 3), lse[0].unsqueeze(3), generator,
             generator, None,
-            None, None, q.shape[0], k.shape[0], 0.0, self.causal, scale=1 / math.sqrt(q.shape[-1]),
+            None, None, q.shape[0], k.shape[0], 0.0, self.causal, scale=_scale(q),
         )  # fmt: skip
         grad_q, grad_k, grad_v = (t.permute(2, 0, 1, 3) for t in grads)
         if grad_k.shape[2] > 1:  # the group's one key and value served all its queries

@@ -100,32 +100,39 @@ class FlashPieces:
         heads = q.x.shape[1:3]
         for call in _calls(stage):
             queries, keys = call.where(q, keys=False), call.where(kv, keys=True)
-            of_keys = _taken(kv.x, keys)
-            out, lse = self.kernel.forward(
-                _taken(q.x, queries).flatten(1, 2), of_keys[:, :, 0], of_keys[:, :, 1], call.pairs(q.x.device)
-            )  # fmt: skip
+            k, v = _keys_and_values(kv, keys, q.width)
+            out, lse = self.kernel.forward(_taken(q.x, queries).flatten(1, 2), k, v, call.pairs(q.x.device))
             so_far.add_rows(call.pieces, queries, out.unflatten(1, heads), lse.t().unflatten(1, heads))
 
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
         """See ``partial_attention.PieceKernel``."""
-        heads = inputs.q.x.shape[1:3]
+        heads, d = inputs.q.x.shape[1:3], inputs.q.width
+        gradients = d_kv.x.flatten(2)
         for call in _calls(stage):
             queries, keys = call.where(inputs.q, keys=False), call.where(kv, keys=True)
             q, out, d_out = (_taken(rows.x, queries).flatten(1, 2) for rows in (inputs.q, inputs.out, inputs.d_out))
             lse = _taken(inputs.lse.x, queries).flatten(1).t().contiguous()
-            k, v = _taken(kv.x, keys).unbind(2)
-            of_q, *of_kv = self.kernel.backward(d_out, q, k, v, out, lse, call.pairs(q.device), partial(_empty, q, k))
+            k, v = _keys_and_values(kv, keys, d)
+            of_q, *of_kv = self.kernel.backward(
+                d_out, q, k, v, out, lse, call.pairs(q.device), partial(_empty, q, k, v)
+            )
             _add(d_q.x, queries, of_q.unflatten(1, heads))
-            for place, gradient in enumerate(of_kv):
+            for into, gradient in zip((gradients[..., :d], gradients[..., d:]), of_kv, strict=True):
                 for some, rows in call.apart(kv):
-                    _add(d_kv.x[:, :, place], rows, _taken(gradient, some))
+                    _add(into, rows, _taken(gradient, some))
 
 
-def _empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _keys_and_values(kv: Rows, where: slice | Tensor, k_width: int) -> tuple[Tensor, Tensor]:
+    # [rows, m, d] and [rows, m, d_v], views of what is gathered in one go
+    both = _taken(kv.x, where).flatten(2)
+    return both[..., :k_width], both[..., k_width:]
+
+
+def _empty(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for the gradients of q, k and v; keys and values may lie side by side, their gradients do not."""
-    return torch.empty_like(q), q.new_empty(k.shape), q.new_empty(k.shape)
+    return torch.empty_like(q), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
 @dataclass(frozen=True)
@@ -140,23 +147,25 @@ class DensePieces:
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
         """See ``partial_attention.PieceKernel``."""
+        k, v = kv.split(q.width)
         for piece in stage.pieces:
-            queries, of_keys = q.of_piece(piece, keys=False), kv.x[kv.of_piece(piece, keys=True)]
-            out, lse = self._kernel(piece).forward(q.x[queries], of_keys[:, :, :1], of_keys[:, :, 1:])
+            queries, keys = q.of_piece(piece, keys=False), kv.of_piece(piece, keys=True)
+            out, lse = self._kernel(piece).forward(q.x[queries], k.x[keys], v.x[keys])
             so_far.add_rows((piece,), queries, out, lse.permute(2, 0, 1))
 
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
         """See ``partial_attention.PieceKernel``."""
+        k, v = kv.split(inputs.q.width)
+        gradients = d_kv.x.flatten(2)
         for piece in stage.pieces:
             queries, keys = inputs.q.of_piece(piece, keys=False), kv.of_piece(piece, keys=True)
             q, out, lse, d_out = (rows.x[queries] for rows in inputs)
-            of_keys = kv.x[keys]
             final = lse[..., 0].permute(1, 2, 0).contiguous()
-            of_q, of_k, of_v = self._kernel(piece).backward(d_out, q, of_keys[:, :, :1], of_keys[:, :, 1:], out, final)
+            of_q, of_k, of_v = self._kernel(piece).backward(d_out, q, k.x[keys], v.x[keys], out, final)
             d_q.x[queries].add_(of_q)
-            d_kv.x[keys].add_(torch.cat((of_k, of_v), 2))
+            gradients[keys].add_(torch.cat((of_k, of_v), 3).flatten(2))
 
     def _kernel(self, piece: Piece) -> CUDNN:
         if piece.kind == "band":

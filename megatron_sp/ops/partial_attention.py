@@ -123,6 +123,16 @@ class Rows:
         shape = (x.shape[0] * sequences, x.shape[1] // sequences, *x.shape[2:])
         return cls(x.reshape(shape), tuple(range(sequences)), sequences)
 
+    @property
+    def width(self) -> int:
+        """Width of a head."""
+        return self.x.shape[-1]
+
+    def split(self, k_width: int) -> tuple[Rows, Rows]:
+        """Return keys [rows, m, 1, k_width] and values [rows, m, 1, d_v], views of the rows in which they are side by side."""
+        x = self.x.flatten(2)
+        return replace(self, x=x[:, :, None, :k_width]), replace(self, x=x[:, :, None, k_width:])
+
     def half(self, number: int) -> Rows:
         """Return the first (0) or the second (1) half of the columns m, of which the first has one more if m is odd."""
         middle = (self.x.shape[1] + 1) // 2
@@ -147,7 +157,7 @@ class Columns:
         batch: b sequences.
         alike: their pieces are the same, so they are one sequence of b times as many heads.
         counts: number of queries of each key/value head of a sequence, if these differ: queries are [s, b * sum(counts), 1, d],
-            keys and values [s, b * len(counts), 2, d]. None: queries are [s, m, r, d], keys and values [s, m, 2, d].
+            keys and values [s, b * len(counts), d + d_v]. None: queries are [s, m, r, d], keys and values [s, m, d + d_v].
     """
 
     batch: int
@@ -230,12 +240,12 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Part], each: in
 
     Args:
         q: [s, m, r, d].
-        k, v: [s, m, 1, d].
+        k, v: [s, m, 1, d], [s, m, 1, d_v].
         pieces: which share neither queries nor keys.
         each: columns of m per sequence.
-        attend: differentiable function of the piece's q [queries, each, r, d], k and v [keys, each, 1, d], and the piece.
+        attend: differentiable function of the piece's q [queries, each, r, d], k and v [keys, each, 1, d or d_v], and the piece.
     Returns:
-        [s, m, r, d]; zero for queries outside all pieces.
+        [s, m, r, d_v]; zero for queries outside all pieces.
     """
     return _OneByOne.apply(q, k, v, pieces, each, attend, torch.is_grad_enabled())
 
@@ -245,7 +255,7 @@ class _OneByOne(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Part], each: int, attend: Attend, train: bool
     ) -> Tensor:  # fmt: skip
-        out = empty(q.shape, dtype=q.dtype, device=q.device)
+        out = empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         zero_outside(out, pieces, each, keys=False)
         ctx.pieces, ctx.each, ctx.parts = pieces, each, []
         for piece in pieces:
@@ -327,11 +337,12 @@ class Partial:
     Args:
         q: [s, m, r, d].
         columns: heads of the queries and keys.
+        v_width: d_v, width of the values and of the output; None: d.
     """
 
-    def __init__(self, q: Tensor, columns: Columns) -> None:
+    def __init__(self, q: Tensor, columns: Columns, v_width: int | None = None) -> None:
         wide = wide_dtype(q.dtype)
-        self.out = empty(q.shape, dtype=wide, device=q.device).zero_()
+        self.out = empty((*q.shape[:3], v_width or q.shape[3]), dtype=wide, device=q.device).zero_()
         self.lse = empty(q.shape[:3], dtype=wide, device=q.device).fill_(-torch.inf)
         self.parts = [
             PartialPart(out, lse, np.zeros((columns.sequences, q.shape[0]), dtype=bool))
@@ -343,7 +354,7 @@ class PartialPart:
     """Part of a ``Partial`` whose heads are uniform.
 
     Args:
-        out: [n, m, r, d].
+        out: [n, m, r, d_v].
         lse: [n, m, r, 1].
         seen: bool [sequences, s], rows with a key already.
     """
@@ -354,7 +365,7 @@ class PartialPart:
     def add(
         self, spans: Sequence[tuple[int, int, int]], at: Places, out: Tensor, lse: Tensor, *, is_last: bool
     ) -> None:
-        """Continue with the results of a call, out [n * m, r, rows, d] and lse [n * m, r, rows].
+        """Continue with the results of a call, out [n * m, r, rows, d_v] and lse [n * m, r, rows].
 
         Args:
             spans: (sequence, start, stop) of its queries.
@@ -373,7 +384,7 @@ class PartialPart:
             self._mark(spans)
 
     def add_rows(self, pieces: Sequence[Piece], rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-        """Continue with the results of pieces that share no query, out [n, m, r, d] and lse [n, m, r]; ``rows``: where they belong."""
+        """Continue with the results of pieces that share no query, out [n, m, r, d_v] and lse [n, m, r]; ``rows``: where they belong."""
         spans = [(piece.sequence, piece.q_start, piece.q_stop) for piece in pieces]
         first = self._is_first(spans)
         if isinstance(rows, slice):
@@ -429,7 +440,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class BackwardInputs(NamedTuple):
-    """Tensors of the queries that backward needs: [n, m, r, d], and lse [n, m, r, 1]; out and lse over the keys of *all* stages."""
+    """Tensors of the queries that backward needs: [n, m, r, d or d_v], and lse [n, m, r, 1]; out and lse over the keys of *all* stages."""
 
     q: Rows
     out: Rows
@@ -438,10 +449,14 @@ class BackwardInputs(NamedTuple):
 
 
 class PieceKernel(Protocol):
-    """Computes the pieces of a stage, for heads that are uniform."""
+    """Computes the pieces of a stage, for heads that are uniform.
+
+    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d] for one width):
+    what travels between ranks is one tensor, of which a run of rows is a view. ``Rows.split`` takes them apart.
+    """
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        """Continue ``so_far`` with the attention of q [n, m, r, d] over kv [rows, m, 2, d].
+        """Continue ``so_far`` with the attention of q [n, m, r, d] over kv [rows, m, d + d_v].
 
         Args:
             row_keys: int32 [n, m, r, 1], keys of the queries for dropout by hash; None: no dropout.
@@ -450,7 +465,7 @@ class PieceKernel(Protocol):
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
-        """Add the gradients to d_q [n, m, r, d] and d_kv [rows, m, 2, d], which sums the r queries of a head."""
+        """Add the gradients to d_q [n, m, r, d] and d_kv [rows, m, d + d_v], which sums the r queries of a head."""
 
 
 def attend(
@@ -462,7 +477,7 @@ def attend(
         kernel: computes it.
         stage: pieces, in rows of q and of kv.
         q: [s, m, r, d].
-        kv: [rows, m of the keys, 2, d].
+        kv: [rows, m of the keys, d + d_v].
         so_far: is continued in place.
         columns: heads of the queries and keys.
         row_keys: int32 [s, m, r], for dropout.
@@ -482,8 +497,8 @@ def attend_backward(
 
     Args:
         kernel, stage, columns, row_keys: as for ``attend``.
-        inputs: q, final out, final lse and gradient of out; [s, m, r, d], lse [s, m, r].
-        kv: [rows, m of the keys, 2, d].
+        inputs: q, final out, final lse and gradient of out; [s, m, r, d or d_v], lse [s, m, r].
+        kv: [rows, m of the keys, d + d_v].
         d_q: [s, m, r, d], in the dtype of sums.
         d_kv: as kv, in the dtype of sums, or in any other if each key is in one piece at most.
         half: 0 or 1: for the first or the second half of the heads alone (``can_halve``). None: for all.

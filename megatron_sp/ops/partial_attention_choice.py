@@ -17,13 +17,14 @@ from megatron_sp.ops.partial_attention import Columns, Part, Partial, PieceKerne
 from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 
 
-def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:
+def piece_kernel(name: str, x: Tensor, dropout: float = 0.0, *, v: Tensor | None = None) -> PieceKernel:
     """Return the kernel for pieces that computes as the attention kernel ``name`` does (``ops/attention.py``).
 
     Args:
         name: of that kernel.
         x: queries, [s, m, r, d], like those that will come.
         dropout: rate of the probabilities.
+        v: values [s, m, 1, d_v] like those that will come; None: they are as wide as the queries.
     Raises:
         ValueError: there is none.
     """
@@ -38,9 +39,9 @@ def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:
         return CPUFlash()
     if name in FLASH_NAMES:
         return FlashPieces(PackageFlash(name))
-    if name == "cudnn" and (found := takes_cudnn(x, x[:, :, :1], x[:, :, :1], True)) is not None:
+    if name == "cudnn" and (found := takes_cudnn(x, x[:, :, :1], x[:, :, :1] if v is None else v, True)) is not None:
         return DensePieces(found.groups)
-    if torch_has_varlen(x):
+    if torch_has_varlen(x, v):
         return FlashPieces(TorchFlash())
     raise ValueError(
         f"no kernel for context parallelism on {x.device.type} takes {str(x.dtype).removeprefix('torch.')} and heads {x.shape[-1]} wide:"
@@ -55,14 +56,14 @@ def example_in_pieces(name: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, 
     Args:
         name: of the attention kernel.
         q: [s, m, r, d].
-        k, v: [s, m, 1, d].
+        k, v: [s, m, 1, d], [s, m, 1, d_v].
         grad: gradient of the output.
         mask: causal or not, with a window or documents, or neither.
     Returns:
         The output and the gradients of q, k and v.
     """
-    kernel, columns, kv = piece_kernel(name, q), Columns(1, True), torch.cat((k, v), 2)
-    so_far = Partial(q, columns)
+    kernel, columns, kv = piece_kernel(name, q, v=v), Columns(1, True), torch.cat((k, v), 3).flatten(2)
+    so_far = Partial(q, columns, v.shape[3])
     middle, s = len(q) // 2, len(q)
     stages = [
         (Stage(tuple(_pieces(mask, s, start, stop)), mask.window), Rows.interleaved(kv[start:stop], 1))
@@ -70,10 +71,15 @@ def example_in_pieces(name: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, 
     ]  # fmt: skip
     for stage, rows in stages:
         attend(kernel, stage, q, rows, so_far, columns)
-    out, d_q, d_kv = so_far.out.to(q.dtype), torch.zeros_like(so_far.out), torch.zeros_like(kv, dtype=so_far.out.dtype)
+    out, d_q, d_kv = (
+        so_far.out.to(q.dtype),
+        torch.zeros_like(q, dtype=so_far.out.dtype),
+        torch.zeros_like(kv, dtype=so_far.out.dtype),
+    )
     for (stage, rows), into in zip(stages, (d_kv[:middle], d_kv[middle:]), strict=True):
         attend_backward(kernel, stage, (q, out, so_far.lse, grad), rows, d_q, Rows.interleaved(into, 1), columns)
-    return [out, d_q, d_kv[:, :, :1], d_kv[:, :, 1:]]
+    of_k, of_v = d_kv[:, :, None].split_with_sizes((k.shape[3], v.shape[3]), 3)
+    return [out, d_q, of_k, of_v]
 
 
 def _pieces(mask: AttentionMask, s: int, start: int, stop: int) -> Iterator[Part]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.allocator import blocks, empty, to_device
-from megatron_sp.ops.attention_kernels import Gradients, empty_gradients
+from megatron_sp.ops.attention_kernels import Gradients, cpu_flash, cpu_flash_backward, empty_gradients
 from megatron_sp.ops.dropout import keep_mask
 from megatron_sp.ops.partial_attention import (
     BackwardInputs,
@@ -156,9 +156,9 @@ class _RowNumbers(NamedTuple):
     valid: np.ndarray | None
 
 
-def _calls(stage: Stage, q: Tensor, bands: bool) -> tuple[_Call, ...]:
+def _calls(stage: Stage, q: Tensor, v_width: int, bands: bool) -> tuple[_Call, ...]:
     """Return kernel calls whose results take about 1 MiB each (``ops/allocator.py :: blocks``); a large tile has calls of its own."""
-    each, row = q.shape[1], q.shape[2] * q.shape[3] * q.element_size()
+    each, row = q.shape[1], q.shape[2] * max(q.shape[3], v_width) * q.element_size()
 
     def make() -> Iterator[_Call]:
         for batch in stage.once(("batches", bands), lambda: batches_of(tiles_of(stage.pieces, stage.window), bands)):
@@ -231,7 +231,7 @@ class _At:
 
 
 class _Block(NamedTuple):
-    """Operands of a kernel call: q [n, r, rows, d]; k and v [n, 1, keys, d]; the mask's kind and shape; what dropout keeps."""
+    """Operands of a kernel call: q [n, r, rows, d]; k and v [n, 1, keys, d or d_v]; the mask's kind and shape; what dropout keeps."""
 
     q: Tensor
     k: Tensor
@@ -247,7 +247,7 @@ class _TileKernel:
     dropout = 0.0
 
     def attend(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Return out [n, r, rows, d] and lse [n, r, rows]."""
+        """Return out [n, r, rows, d_v] and lse [n, r, rows]."""
         raise NotImplementedError
 
     def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,7 +256,7 @@ class _TileKernel:
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
         """See ``PieceKernel``."""
-        for call, queries, _, block in self.calls(stage, q, *_split(kv), row_keys):
+        for call, queries, _, block in self.calls(stage, q, *kv.split(q.width), row_keys):
             spans = [(tile.sequence, tile.start, tile.start + tile.queries) for tile in call.tiles]
             so_far.add(spans, queries, *self.attend(block), is_last=call.columns.stop == q.x.shape[1])
 
@@ -265,23 +265,24 @@ class _TileKernel:
     ) -> None:
         """See ``PieceKernel``."""
         q, out, lse, d_out = inputs
-        for _, queries, keys, block in self.calls(stage, q, *_split(kv), row_keys):
+        into_k, into_v = d_kv.split(q.width)
+        for _, queries, keys, block in self.calls(stage, q, *kv.split(q.width), row_keys):
             # the kernel wants its lse contiguous
             final = (
                 queries.take(out.x),
                 queries.take(lse.x)[..., 0].contiguous(),
                 queries.take(d_out.x, zero_behind=True),
             )
-            of_q, *of_kv = self.attend_backward(block, *final)
+            of_q, of_k, of_v = self.attend_backward(block, *final)
             queries.add(d_q.x, of_q)
-            for into, of_queries in zip(_split(d_kv), of_kv, strict=True):
-                keys.add(into.x, summed_queries(of_queries))
+            keys.add(into_k.x, summed_queries(of_k))
+            keys.add(into_v.x, summed_queries(of_v))
 
     def calls(
         self, stage: Stage, q: Rows, k: Rows, v: Rows, row_keys: Rows | None, *, bands: bool = True
     ) -> Iterator[tuple[_Call, _At, _At, _Block]]:
         """Yield each kernel call with the places of its queries and of its keys, and its operands; ``bands``: of ``batches_of``."""
-        for call in _calls(stage, q.x, bands):
+        for call in _calls(stage, q.x, v.width, bands):
             queries, keys, keep = _At(call, q, keys=False), _At(call, k, keys=True), None
             if self.dropout > 0:
                 if row_keys is None:
@@ -293,11 +294,6 @@ class _TileKernel:
             yield call, queries, keys, _Block(*operands, call.tiles[0], stage.window or 0, keep)
 
 
-def _split(kv: Rows) -> tuple[Rows, Rows]:
-    """Return keys and values [rows, m, 1, d] of [rows, m, 2, d]."""
-    return replace(kv, x=kv.x[:, :, :1]), replace(kv, x=kv.x[:, :, 1:])
-
-
 def summed_queries(x: Tensor) -> Tensor:
     """Sum gradients [n, r, keys, d] over the r queries that one key and value served."""
     return x if x.shape[1] == 1 else x.sum(1, keepdim=True, dtype=wide_dtype(x.dtype))
@@ -307,18 +303,10 @@ class CPUFlash(_TileKernel):
     """torch's fused CPU kernel."""
 
     def attend(self, block: _Block) -> tuple[Tensor, Tensor]:
-        causal, mask = _causal_and_mask(block)
-        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *self._operands(block), 0.0, causal, attn_mask=mask
-        )
-        return found
+        return cpu_flash(*self._operands(block), *_causal_and_mask(block))
 
     def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        causal, mask = _causal_and_mask(block)
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_out, *self._operands(block), out, lse, 0.0, causal, attn_mask=mask
-        )
-        return found
+        return cpu_flash_backward(d_out, *self._operands(block), out, lse, *_causal_and_mask(block))
 
     def _operands(self, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
         r = block.q.shape[1]
@@ -342,7 +330,7 @@ class TiledAttention:
     kernel = CPUFlash()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        out, sums = empty(q.shape, dtype=q.dtype, device=q.device), list[Tensor]()
+        out, sums = empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device), list[Tensor]()
         zero_outside(out, self.stage.pieces, q.shape[1] // self.sequences, keys=False)
         into = self._rows(out).x
         for _, queries, _, block in self._calls(q, k, v):

@@ -55,7 +55,7 @@ from megatron_sp.parallel.sequence_slices import SliceKeys
 class ContextAttention(NamedTuple):
     """Result of ``context_attention``, and all that a later pass needs to do without computing it again."""
 
-    out: Tensor  # [L, m, r, d]
+    out: Tensor  # [L, m, r, d_v]
     # [L, m, r], fp32 (fp64 for fp64): logarithm of the sum of the exponentials of each query's scores; -inf for a query
     # without keys. Has no gradient.
     lse: Tensor
@@ -72,10 +72,10 @@ def context_attention(
 
     Args:
         q: [L, m, r, d], the queries of this rank's L positions; m = b * groups, those of a sequence side by side.
-        kv: [L, m, 2, d], keys and values.
+        kv: [L, m, d + d_v], keys and values side by side (``paired``); [L, m, 2, d] will do, too.
         plan: who has which positions, and who needs what.
         counts: number of queries of each key/value head of a sequence, if these differ: q is then [L, b * sum(counts),
-            1, d] and kv [L, b * len(counts), 2, d]. None: r queries each.
+            1, d] and kv [L, b * len(counts), d + d_v]. None: r queries each.
         row_keys: int32 [L, m, r], keys of the queries for dropout by hash.
         kept: result of an earlier pass over the same inputs: forward computes and exchanges nothing, and backward is as
             if it had. With ``keep_kv`` its ``received`` are used; without them they are sent again.
@@ -95,17 +95,22 @@ def context_attention(
 
 
 def paired(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values side by side, [L, m, 1, d] each -> [L, m, 2, d]: the same memory if they are so already, else a copy."""
+    """Return keys and values side by side, [L, m, 1, d] and [L, m, 1, d_v] -> [L, m, d + d_v].
+
+    It is the same memory if they are so already, else a copy.
+    """
     return _Paired.apply(k, v)
 
 
 class _Paired(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor) -> Tensor:
-        beside = v.storage_offset() == k.storage_offset() + k.shape[3] and k.stride() == v.stride() and k.stride(3) == 1
+        ctx.widths = k.shape[3], v.shape[3]
+        shape, stride = (*k.shape[:2], sum(ctx.widths)), (*k.stride()[:2], 1)
+        beside = v.storage_offset() == k.storage_offset() + k.shape[3] and k.stride()[:2] == v.stride()[:2]
+        beside = beside and k.stride(3) == v.stride(3) == 1
         if not beside or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
-            return torch.cat((k, v), 2)
-        shape, stride = (*k.shape[:2], 2, k.shape[3]), (*k.stride()[:2], k.shape[3], 1)
+            return torch.cat((k, v), 3).view(shape)
         # neither a leaf nor a view for autograd
         return torch.empty(0, dtype=k.dtype, device=k.device).set_(
             k.untyped_storage(), k.storage_offset(), shape, stride
@@ -113,7 +118,8 @@ class _Paired(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return grad[:, :, :1], grad[:, :, 1:]
+        of_k, of_v = grad[:, :, None].split_with_sizes(ctx.widths, 3)
+        return of_k, of_v
 
 
 def _regrouped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -136,7 +142,8 @@ def _checked(
         )
     groups = q.shape[1] if counts is None else q.shape[1] // sum(counts) * len(counts)
     uneven = counts is not None and (q.shape[1] != batch * sum(counts) or q.shape[2] != 1)
-    if uneven or kv.shape[1] != groups or groups % batch or kv.shape[2] != 2 or kv.shape[3] != q.shape[3]:
+    narrow = kv.shape[2] <= q.shape[3] if kv.ndim == 3 else kv.shape[2:] != (2, q.shape[3])
+    if uneven or kv.shape[1] != groups or groups % batch or narrow:
         raise ValueError(
             f"queries {tuple(q.shape)} and keys and values {tuple(kv.shape)} do not fit together for {batch} sequences"
             f"{'' if counts is None else f' with {counts} queries for each key'}: [L, b * g, r, d] and [L, b * g, 2, d] do"
@@ -151,8 +158,9 @@ def _checked(
 class _Message:
     """Layout of the rows that rank j sends to rank i, and on the way back of their gradients.
 
-    Where all sequences need the same rows these lie as in [L, m, 2, d], and one run of them is no copy; else the rows of
-    one sequence follow those of another, [rows, m / b, 2, d].
+    A row is the key and the value of each head, so that one exchange carries both. Where all sequences need the same rows
+    these lie as in [L, m, d + d_v], and one run of them is no copy; else the rows of one sequence follow those of another,
+    [rows, m / b, d + d_v].
     """
 
     runs: tuple[tuple[Run, ...], ...]  # for each sequence (one entry if all are alike) runs of rows of L_j
@@ -167,11 +175,11 @@ class _Message:
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
 
     def numel(self, kv: Tensor) -> int:
-        # the number of elements, for keys and values kv [L, m, 2, d]
-        return sum(self.num_rows) * (kv.shape[1] // self.columns.sequences) * 2 * kv.shape[3]
+        # the number of elements, for keys and values kv [L, m, d + d_v]
+        return sum(self.num_rows) * (kv.shape[1] // self.columns.sequences) * kv.shape[2:].numel()
 
     def pack(self, kv: Tensor) -> Tensor:
-        # the rows of kv [L, m, 2, d], flat; a view if they are one run for all sequences
+        # the rows of kv [L, m, d + d_v], flat; a view if they are one run for all sequences
         if self.same and len(self.runs[0]) == 1:
             ((start, stop),) = self.runs[0]
             return kv[start:stop].view(-1)
@@ -181,7 +189,7 @@ class _Message:
         return send
 
     def add_to(self, d_kv: Tensor, arrived: Tensor) -> None:
-        # add the gradients of a message's rows to those of all, d_kv [L, m, 2, d]
+        # add the gradients of a message's rows to those of all, d_kv [L, m, d + d_v]
         for part, rows in self._parts(arrived, d_kv):
             rows.add_(part)
 
@@ -195,7 +203,7 @@ class _Message:
         return Rows(x, tuple(sum(counts[:sequence]) for sequence in range(sequences)), 1)
 
     def _parts(self, flat: Tensor, kv: Tensor) -> list[tuple[Tensor, Tensor]]:
-        # (part of the message, rows of kv [L, m, 2, d]), run by run
+        # (part of the message, rows of kv [L, m, d + d_v]), run by run
         found, at = [], 0
         by_sequence = [kv] if self.same else kv.unflatten(1, (self.columns.sequences, -1)).unbind(1)
         for rows, runs in zip(by_sequence, self.runs, strict=False):
@@ -354,7 +362,7 @@ def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> Co
     if pass_.slices is not None:
         kv = pass_.slices.add(kv)
     arrivals, received = _Arrivals(pass_, kv), list[Tensor]()
-    so_far = Partial(q, columns)
+    so_far = Partial(q, columns, kv.shape[2:].numel() - q.shape[3])
     attend(pass_.kernel, tables.stage(rank), q, Rows.interleaved(kv, columns.sequences), so_far, columns, row_keys)
     for index, shift in enumerate(arrivals.shifts):
         source = pass_.peer(-shift)

@@ -86,15 +86,15 @@ class SliceKeys(NamedTuple):
     layer: LayerKeys
 
     def add(self, kv: Tensor) -> Tensor:
-        """Add the slice's own, [L, m, 2, d]; return those of all slices so far. In a recomputation they are there already."""
+        """Add the slice's own, [L, m, d + d_v]; return those of all slices so far. In a recomputation they are there already."""
         return self.layer.add(self.number, kv)
 
     def so_far(self) -> Tensor:
-        """Return those of all slices so far, [rows, m, 2, d]."""
+        """Return those of all slices so far, [rows, m, d + d_v]."""
         return self.layer.so_far(self.number)
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
-        """Return where to add to their gradients, [rows, m, 2, d]."""
+        """Return where to add to their gradients, [rows, m, d + d_v]."""
         return self.layer.gradient(self.number, dtype)
 
     def take_gradient(self) -> Tensor:

@@ -90,12 +90,16 @@ def _packed(
     return torch.cat(parts)
 
 
+def _scaled(q: Tensor, softmax_scale: float | None) -> Tensor:
+    return q if softmax_scale is None else q * (softmax_scale * q.shape[-1] ** 0.5)
+
+
 def flash2_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
     softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
     """The output alone; heads of any width are padded."""
-    out = _dense("flash2", q, k, v, causal, window_size, deterministic, -1, 1)
+    out = _dense("flash2", _scaled(q, softmax_scale), k, v, causal, window_size, deterministic, -1, 1)
     return torch.nn.functional.dropout(out, dropout_p) if dropout_p else out
 
 
@@ -105,7 +109,7 @@ def flash2_varlen_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
 ) -> Tensor:  # fmt: skip
     """The output alone."""
-    return _packed("flash2 packed", q, k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, -1)
+    return _packed("flash2 packed", _scaled(q, softmax_scale), k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, -1)
 
 
 def flash3_func(
@@ -114,7 +118,7 @@ def flash3_func(
     num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
     """No dropout."""
-    return _dense("flash3", q, k, v, causal, window_size, deterministic, -1, 8)
+    return _dense("flash3", _scaled(q, softmax_scale), k, v, causal, window_size, deterministic, -1, 8)
 
 
 def flash3_varlen_func(
@@ -124,7 +128,7 @@ def flash3_varlen_func(
     num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
     """Lengths before the scale, as in version 2."""
-    return _packed("flash3 packed", q, k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, -1)
+    return _packed("flash3 packed", _scaled(q, softmax_scale), k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, -1)
 
 
 def flash4_func(
@@ -135,7 +139,7 @@ def flash4_func(
     gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: Any = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The output, and the log of the sums if asked for; no window is (None, None)."""
-    return _dense("flash4", q, k, v, causal, window_size, deterministic, None, 8), None
+    return _dense("flash4", _scaled(q, softmax_scale), k, v, causal, window_size, deterministic, None, 8), None
 
 
 def flash4_varlen_func(
@@ -148,7 +152,9 @@ def flash4_varlen_func(
     gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: Any = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A tensor before the lengths."""
-    return _packed("flash4 packed", q, k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, None), None
+    return _packed(
+        "flash4 packed", _scaled(q, softmax_scale), k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, None
+    ), None
 
 
 # under the public functions: forward with the log of the sums, backward from it; no autograd

@@ -156,7 +156,7 @@ def test_a_window_with_padding(kernel: KernelName) -> None:
 @pytest.mark.parametrize("documents", [None, ((4, 16), (16,))])
 def test_torchs_flash_kernel_gets_the_window_there_and_back(documents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is for GPUs; what it is called with, and what its derivative keeps, can be seen without one."""
-    monkeypatch.setattr(attention_module, "torch_has_varlen", lambda q: True)
+    monkeypatch.setattr(attention_module, "torch_has_varlen", lambda *_: True)
     q, k, v = (torch.empty(16, 2, heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (3, 1, 1))
     out = core_attention(q, k, v, AttentionMask(documents=documents, window=5), kernel="sdpa")
     assert out.shape == q.shape

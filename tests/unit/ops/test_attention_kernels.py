@@ -58,7 +58,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
         return_debug_mask: bool, *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert dropout_p == 0.0 and return_debug_mask is False
+        assert dropout_p == 0.0 and return_debug_mask is False and q.shape[-1] == k.shape[-1] == v.shape[-1]
         calls.append(("torch forward" if cum_seq_q is None else "torch packed forward", False))
         spans = _spans(cum_seq_q, cum_seq_k, max_q, max_k, q, k)
         found = lse_forward(q, k, v, spans, is_causal, *sides(window_size_left, window_size_right), scale, torch.inf)
@@ -100,7 +100,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         "_scaled_dot_product_cudnn_attention": cudnn_forward, "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.ops.aten, name, stand_in)
-    monkeypatch.setattr(attention_module, "torch_has_varlen", lambda _q: True)
+    monkeypatch.setattr(attention_module, "torch_has_varlen", lambda *_: True)
     monkeypatch.setattr(attention_module, "_HAS_CPU_FLASH", False)
     monkeypatch.setattr(
         torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.enable_gqa or params.key.shape[1] == params.query.shape[1]
@@ -230,6 +230,26 @@ def test_packed_sequences_have_lengths_of_their_own_for_queries_and_keys(
         want.append(plain(mask, mine, grad[at_q : at_q + n_q].unflatten(1, (groups, -1))))
         at_q, at_k = at_q + n_q, at_k + n_k
     close([out, *grads], [torch.cat(parts).flatten(1, 2) for parts in zip(*want, strict=True)])
+
+
+@pytest.mark.parametrize("d_v", [8, 24])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+@pytest.mark.parametrize("kernel", [*FLASH_NAMES, "sdpa"])
+def test_values_of_another_width_go_in_padded(install_flash: Install, torchs: None, kernel: KernelName, mask: str, d_v: int) -> None:
+    install_flash(**ALL)
+    q, k, _ = operands(3)
+    inputs, grad = [q, k, randn(S, M, 1, d_v, seed=2).bfloat16()], randn(S, M, 3, d_v, seed=4).bfloat16()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, kept: KeptTensors) -> Tensor:
+        return core_attention(q, k, v, MASKS[mask], kernel=kernel, kept=kept)
+
+    got, called = two_passes(attend, inputs, grad)
+    assert called == [backward_name(kernel, mask, 3)]
+    close(got, plain(MASKS[mask], inputs, grad))
+    if kernel != "sdpa":  # torch's forward without kept results asks for no scale, and its stand-in wants one
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = core_attention(*leaves, MASKS[mask], kernel=kernel)
+        close([out.detach(), *torch.autograd.grad(out, leaves, grad)], plain(MASKS[mask], inputs, grad))
 
 
 def test_gradients_of_packages_are_written_where_they_are_packed(install_flash: Install) -> None:

@@ -67,7 +67,7 @@ class StandIn:
         segments = _segments(pairs.lengths)
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         assert segments[-1][0].stop == len(q) and segments[-1][1].stop == len(k) == len(v)
-        out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan)
+        out, lse = q.new_full((*q.shape[:2], v.shape[2]), torch.nan), q.new_full((q.shape[1], len(q)), torch.nan)
         for a, b in segments:
             scores = _scores(q[a], k[b], a.stop - a.start, b.stop - b.start, pairs)
             values = v[b].repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -101,7 +101,7 @@ def kernel() -> StandIn:
 
 def results(kernel: Any, stages: list[tuple[Stage, Rows]], tensors: tuple[Tensor, ...], columns: Columns) -> dict[str, Tensor]:
     q, d_out = tensors
-    so_far, found = Partial(q, columns), {}
+    so_far, found = Partial(q, columns, d_out.shape[3]), {}
     for stage, rows in stages:
         attend(kernel, stage, q, rows, so_far, columns)
     d_q = torch.zeros_like(q)
@@ -137,12 +137,13 @@ def test_the_pieces_of_real_plans(kernel: StandIn, b: int, heads: tuple[int, int
             m = b * groups if counts is None else b * sum(counts)
             for rank in range(size):
                 length = plan.lengths[rank]
-                tensors = randn(length, m, r, D), randn(length, m, r, D, seed=1)
+                d_v = D + rank  # of rank 0 as wide as the keys
+                tensors = randn(length, m, r, D), randn(length, m, r, d_v, seed=1)
                 stages = []
                 for source in range(size):
-                    own = randn(length, b * groups, 2, D, seed=2)
+                    own = randn(length, b * groups, D + d_v, seed=2)
                     rows = [sum(y - x for x, y in runs) for runs in plan.rows(rank, source)]
-                    kv = randn(max([1, *rows]), b * groups, 2, D, seed=3 + source)
+                    kv = randn(max([1, *rows]), b * groups, D + d_v, seed=3 + source)
                     keys = Rows.interleaved(own, columns.sequences) if source == rank else message(kv, b, plan.alike)
                     stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
                 want = results(CPUFlash(), stages, tensors, columns)

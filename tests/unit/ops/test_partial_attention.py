@@ -361,7 +361,7 @@ def test_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "GPU", "meta")
     with pytest.raises(ValueError, match="no kernel for context parallelism on meta takes float32 and heads 1 wide"):
         piece_kernel("sdpa", x.to("meta"))
-    monkeypatch.setattr(partial_attention_choice, "torch_has_varlen", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(partial_attention_choice, "torch_has_varlen", lambda x, v: x.dtype == torch.bfloat16)
     x = x.to("meta", torch.bfloat16)
     assert piece_kernel("flash3", x) == FlashPieces(PackageFlash("flash3"))
     for takes in (CUDNN(True, True), CUDNN(True, False)):
