@@ -188,7 +188,7 @@ class OurBlock:
         import torch
 
         from megatron_sp.config.schema import ModelConfig
-        from megatron_sp.models.transformer import SelfAttention
+        from megatron_sp.models.attention import SelfAttention
         from megatron_sp.parallel.layers import Norm
 
         heads, h = ours.shape["num_heads"], ours.shape["num_heads"] * ours.shape["head_dim"]

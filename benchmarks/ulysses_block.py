@@ -256,7 +256,7 @@ class OurBlock:
     ) -> None:
         import torch
 
-        from megatron_sp.models.transformer import SelfAttention
+        from megatron_sp.models.attention import SelfAttention
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.parallel.forward_context import ForwardContext
         from megatron_sp.parallel.layers import Norm

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.models.attention import SITE_EMBEDDING
 from megatron_sp.models.bert import Dense, Pooler
 from megatron_sp.models.language_model import LanguageModel, OnUnit
-from megatron_sp.models.transformer import SITE_EMBEDDING
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.models.attention import SITE_EMBEDDING, SelfAttention
 from megatron_sp.models.positions import rotary_of
-from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
+from megatron_sp.models.transformer import TransformerBlock
 from megatron_sp.models.unit_order import ends_recomputed, expand_order, recompute_plan, unit_order
 from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.attention_kernels import KeptTensors
@@ -142,6 +143,7 @@ class LanguageModel(nn.Module):
         layout: the part of the model and of each sequence that this rank works on; None: all of it.
         on_unit: called with the partly built model and each unit as soon as it is built, so that a unit can be sharded
             (ZeRO) at once and the whole model is never in memory.
+        attention: of every block; what mixes its positions (``models/attention.py``).
     """
 
     stack_name = "decoder"
@@ -152,7 +154,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: ParallelContext | None = None,
-        on_unit: OnUnit | None = None,
+        on_unit: OnUnit | None = None, attention: type[SelfAttention] = SelfAttention,
     ) -> None:  # fmt: skip
         super().__init__()
         assert config.num_layers and config.vocab_size and config.hidden_size
@@ -175,7 +177,7 @@ class LanguageModel(nn.Module):
         for stage in self.stages:
             for layer in range(stage.start, stage.stop):
                 name = f"{self.stack_name}.layers.{layer}"
-                block = TransformerBlock(config, layer, name, seed, dtype, self.layout)
+                block = TransformerBlock(config, layer, name, seed, dtype, self.layout, attention)
                 self.stack.layers.add(layer, block)
                 units = block.units(name)
                 self._units_of_layer[layer] = tuple(range(len(self._units), len(self._units) + len(units)))

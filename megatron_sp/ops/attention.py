@@ -109,60 +109,75 @@ def attention(
 
 
 def split_qkv(
-    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of the fused tensor, q [s, b*g, r, d], k and v [s, b*g, 1, d]; backward packs the three gradients once.
+    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None = None,
+    v_width: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return views of the fused tensor, q [s, b*g, r, d], k [s, b*g, 1, d] and v [s, b*g, 1, d_v]; backward packs the gradients once.
 
     Args:
         rotary: cos and sin, by which queries and keys are rotated first, in place. Backward rotates the packed gradient
             in place; unlike ``apply_rotary`` it needs no copy, since nothing else uses that gradient.
+        v_width: d_v; None: d.
     """
-    return _SplitQKV.apply(qkv, queries_per_group, head_dim, rotary)
+    return _SplitQKV.apply(qkv, queries_per_group, head_dim, rotary, v_width)
 
 
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None
+        ctx: Any,
+        qkv: Tensor,
+        queries_per_group: int,
+        head_dim: int,
+        rotary: tuple[Tensor, Tensor] | None,
+        v_width: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.shape, ctx.rotary = qkv.shape, rotary
-        return cut_qkv(qkv, queries_per_group, head_dim, rotary)
+        return cut_qkv(qkv, queries_per_group, head_dim, rotary, v_width)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return join_qkv(grad_q, grad_k, grad_v, ctx.shape, ctx.rotary), None, None, None
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return join_qkv(grad_q, grad_k, grad_v, ctx.shape, ctx.rotary), None, None, None, None
 
 
 def cut_qkv(
-    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None
+    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None, v_width: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``split_qkv`` does, without a graph."""
-    s, b, width = qkv.shape
-    per_group = (queries_per_group + 2) * head_dim
-    folded = qkv.view(s, b * (width // per_group), queries_per_group + 2, head_dim)
+    (s, b, width), r, d_v = qkv.shape, queries_per_group, v_width or head_dim
+    of_group = (r + 1) * head_dim + d_v
+    groups = qkv.view(s, b * (width // of_group), of_group)
+    heads, v = groups.split_with_sizes((of_group - d_v, d_v), 2)
+    heads = heads.view(s, groups.shape[1], r + 1, head_dim)
     if rotary is not None:
-        rotate_(folded[:, :, : queries_per_group + 1], *rotary)
-    q, k, v = folded.split_with_sizes((queries_per_group, 1, 1), 2)
-    return q, k, v
+        rotate_(heads, *rotary)
+    q, k = heads.split_with_sizes((r, 1), 2)
+    return q, k, v[:, :, None]
 
 
 def join_qkv(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Return the gradient of the fused tensor from those of its parts, in whose memory it is if they are views of one tensor."""
-    s, m, r, d = grad_q.shape
-    packed = grad_q._base
-    if packed is None or packed.shape != (s, m, r + 2, d) or packed is not grad_k._base or packed is not grad_v._base:
+    (s, m, r, d), d_v = grad_q.shape, grad_v.shape[3]
+    if d != d_v:
+        packed = empty((s, m, (r + 1) * d + d_v), dtype=grad_q.dtype, device=grad_q.device)
+        heads = packed[:, :, : (r + 1) * d].view(s, m, r + 1, d)
+        heads[:, :, :r], heads[:, :, r:], packed[:, :, None, (r + 1) * d :] = grad_q, grad_k, grad_v
+        if rotary is not None:
+            rotate_(heads, *rotary, back=True)
+        return packed.view(shape)
+    base = grad_q._base
+    if base is None or base.shape != (s, m, r + 2, d) or base is not grad_k._base or base is not grad_v._base:
         if is_fused(grad_q):
             from megatron_sp.ops.kernels import rotary as kernels
 
             return kernels.pack(grad_q, grad_k, grad_v, rotary).view(shape)
-        packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
-        packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
+        base = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
+        base[:, :, :r], base[:, :, -2:-1], base[:, :, -1:] = grad_q, grad_k, grad_v
     if rotary is not None:
-        cos, sin = rotary
-        rotate_(packed[:, :, : r + 1], cos, sin, back=True)
-    return packed.view(shape)
+        rotate_(base[:, :, : r + 1], *rotary, back=True)
+    return base.view(shape)
 
 
 def core_attention(

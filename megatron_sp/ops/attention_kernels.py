@@ -214,7 +214,7 @@ def cpu_flash(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Call torch's fused CPU kernel on [m, r, s, d], v and the output d_v wide; ``mask`` is additive. Return output and lse."""
     forward, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, v.shape[3]
-    scale = _scale(q, v)
+    scale = None if q.shape[3] == d_v else 1 / math.sqrt(q.shape[3])  # None: the kernel's own, and nothing is padded
     if scale is not None:
         q, k, v = same_widths(q, k, v)
     out, lse = forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -226,16 +226,11 @@ def cpu_flash_backward(
 ) -> Tensors:  # fmt: skip
     """Return the gradients of q, k and v of ``cpu_flash``."""
     backward, d, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, q.shape[3], v.shape[3]
-    scale = _scale(q, v)
+    scale = None if d == d_v else 1 / math.sqrt(d)
     if scale is not None:
         grad, q, k, v, out = same_widths(grad, q, k, v, out)
     of_q, of_k, of_v = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     return of_q[..., :d], of_k[..., :d], of_v[..., :d_v]
-
-
-def _scale(q: Tensor, v: Tensor) -> float | None:
-    # None: heads are of one width, so the kernel's own 1/sqrt(d) is right, and nothing is padded
-    return None if q.shape[3] == v.shape[3] else 1 / math.sqrt(q.shape[3])
 
 
 def same_widths(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Attention of a transformer block as one autograd function: norm, QKV projection, attention, output projection, residual stream.
 
-    x [s/sp, b, h] -> norm -> q, k, v of all heads -> ... -> [s/sp, b, n*d] -> projection -> + x
+    x [s/sp, b, h] -> norm -> q, k, v of all heads -> ... -> [s/sp, b, n*d_v] -> projection -> + x
 
 What is between the projections, the exchanges of Ulysses and the attention itself, chunk of heads by chunk, is in
 ``ulysses.py``. Here are the op's arguments, what it saves, and the phases of its backward.
@@ -43,8 +43,8 @@ def attention_block(
     Args:
         x: [s/(sp * tp parts), b, h].
         norm: norm before the QKV projection, or None.
-        qkv: weight [g*(r+2)*d, h] of this tp rank in group order, bias or None.
-        proj: weight [h, n*d] of this tp rank, bias [h] or None.
+        qkv: weight [rows, h] of this tp rank, of whose rows the plan's messages speak, bias or None.
+        proj: weight [h, n*d_v] of this tp rank, bias [h] or None.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).

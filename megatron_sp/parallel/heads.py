@@ -1,9 +1,9 @@
 """Distribution of heads over sp ranks: the plan of a Ulysses exchange, in plain numbers.
 
-A tp rank's fused QKV weight has one row block for each head, in group order (r queries, key, value, for each of g
-key/value groups). Its n query heads are distributed over P sp ranks in contiguous runs, ceil(n/P) on the first ranks; a
-rank gets the key/value heads that its queries use, so these are sent unexpanded, and to several ranks if they share one
-(arXiv:2309.14509).
+A projection makes the heads of three sections, q, k and v, each head from its own rows of the weight; r query heads use one
+key and one value head. The query heads of a tp rank are distributed over P sp ranks in contiguous runs, ceil(n/P) on the
+first ranks; a rank gets the key/value heads that its queries use, so these are sent unexpanded, and to several ranks if they
+share one (arXiv:2309.14509).
 
 A plan is a list of chunks, which pass through projection, exchange, attention and the exchange back one after another,
 and for each chunk the messages that carry its q, k and v:
@@ -17,12 +17,46 @@ and for each chunk the messages that carry its q, k and v:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 OverlapMode = Literal["none", "split-qkv", "chunked"]
 Part = Literal["qkv", "q", "k", "v", "kv"]
-Slices = tuple[slice, ...]
+Run = tuple[int, int]
+
+
+class Section(NamedTuple):
+    """Heads of one kind, and the rows of the projection's weight that make each of them."""
+
+    width: int  # rows of a head
+    first_rows: tuple[int, ...]  # of each head
+
+    def rows(self, heads: range) -> list[Run]:
+        """Return the rows of some heads."""
+        return [(self.first_rows[head], self.first_rows[head] + self.width) for head in heads]
+
+
+class Sections(NamedTuple):
+    """What a projection makes, on one tp rank. Queries and keys are of one width, values may be of another."""
+
+    q: Section
+    k: Section
+    v: Section
+
+    @classmethod
+    def in_groups(cls, queries_per_group: int, num_groups: int, width: int, v_width: int | None = None) -> Sections:
+        """Return the sections of a weight in group order, rows [g, r * d + d + d_v]: queries, key, value of each group."""
+        r, of_group = queries_per_group, (queries_per_group + 1) * width + (v_width or width)
+        firsts = [group * of_group for group in range(num_groups)]
+        queries = tuple(first + place * width for first in firsts for place in range(r))
+        keys, values = (tuple(first + at * width for first in firsts) for at in (r, r + 1))
+        return cls(Section(width, queries), Section(width, keys), Section(v_width or width, values))
+
+    @property
+    def queries_per_group(self) -> int:
+        """Number of query heads that use one key/value head."""
+        return len(self.q.first_rows) // len(self.k.first_rows)
 
 
 @dataclass(frozen=True)
@@ -39,43 +73,57 @@ class Message:
     """One exchange of projected heads."""
 
     part: Part  # what it carries; "qkv" is all of the chunk, "kv" its keys and values, one pair after another
-    # for each destination, head rows of the fused weight in the order in which they are sent
-    rows: tuple[tuple[int, ...], ...]
+    heads: tuple[
+        tuple[Run, ...], ...
+    ]  # for each destination the rows of each of its heads, in the order in which they are sent
 
-    def table(self, head_dim: int) -> MessageTable:
-        """Return the message in rows and columns of tensors; made once."""
-        tables: dict[int, MessageTable] = self.__dict__.setdefault("_tables", {})
-        if head_dim not in tables:
-            of_rank = [_slices(heads, head_dim) for heads in self.rows]
-            every = _slices(tuple(head for heads in self.rows for head in heads), head_dim)
-            tables[head_dim] = MessageTable(
-                every, of_rank, [len(heads) * head_dim for heads in self.rows], _equally_far_apart(of_rank)
-            )
-        return tables[head_dim]
+    # every layer of every step asks for these
+
+    @cached_property
+    def of_rank(self) -> list[list[slice]]:
+        """Rows of the weight for each destination."""
+        return [_joined(heads) for heads in self.heads]
+
+    @cached_property
+    def rows(self) -> list[slice]:
+        """Rows of the weight for all destinations, one after another."""
+        return _joined(tuple(run for heads in self.heads for run in heads))
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Number of rows for each destination."""
+        return [sum(stop - start for start, stop in heads) for heads in self.heads]
+
+    @cached_property
+    def stride(self) -> tuple[int, int, int] | None:
+        """(First row, rows of a run, from run to run), if two or more ranks have one run each, equally long and far apart."""
+        if len(self.of_rank) < 2 or any(len(runs) != 1 for runs in self.of_rank):
+            return None
+        starts = [runs[0].start for runs in self.of_rank]
+        steps = {b - a for a, b in pairwise(starts)}
+        is_even = len(steps) == len(set(self.widths)) == 1 and min(steps) > 0
+        return (starts[0], self.widths[0], steps.pop()) if is_even else None
 
 
-class MessageTable(NamedTuple):
-    """A message in rows and columns of tensors."""
+class ChunkMessages(NamedTuple):
+    """Messages of a chunk in one of two cases: those that bring its heads, and those that take their gradients back."""
 
-    rows: list[slice]  # rows of the weight, for all destinations one after another
-    of_rank: list[list[slice]]
-    widths: list[int]
-    # of two or more ranks with one run each, equally long and far apart: (first row, rows of a run, from run to run);
-    # else None
-    apart: tuple[int, int, int] | None
+    heads: tuple[Message, ...]
+    gradients: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """One chunk of the pipeline."""
+    """One chunk of the pipeline.
+
+    A group that is split over several chunks has its key and value sent once, with the chunk that comes first: in the forward
+    pass its first chunk, and where backward makes heads again, from the last chunk to the first, its last one. Their gradients
+    are complete after the group's first chunk, with which they go back.
+    """
 
     shares: tuple[Share, ...]  # the shares of all ranks
-    messages: tuple[Message, ...]
-    # the messages where backward makes them again, from the last chunk to the first: the group's *last* chunk then
-    # carries its key and value
-    again: tuple[Message, ...] = ()
-    # the messages of their gradients in that case; those of a group's key and value go with its first chunk
-    back: tuple[Message, ...] = ()
+    fresh: ChunkMessages  # heads are kept from the forward pass to the backward pass
+    remade: ChunkMessages  # backward projects and sends them again
 
 
 def deal(count: int, parts: int) -> list[range]:
@@ -86,59 +134,51 @@ def deal(count: int, parts: int) -> list[range]:
 
 
 def plan_heads(
-    queries_per_group: int, num_groups: int, sp_size: int, mode: OverlapMode, num_chunks: int = 1, *, pairs: bool = False
-) -> list[HeadChunk]:  # fmt: skip
+    sections: Sections, sp_size: int, mode: OverlapMode, num_chunks: int = 1, *, pairs: bool = False
+) -> list[HeadChunk]:
     """Return the plan for one tp rank's heads.
 
     Args:
-        num_groups: g, key/value heads of the tp rank.
         mode: how exchanges are split.
         num_chunks: G, for "chunked"; limited to a rank's number of query heads.
-        pairs: keys and values have a message of their own, pair by pair: what arrives is what context parallelism sends
-            on.
+        pairs: keys and values have a message of their own, pair by pair: what arrives is what context parallelism sends on.
     Raises:
         ValueError: there are fewer query heads than ranks.
     """
-    r, n = queries_per_group, queries_per_group * num_groups
+    r, n = sections.queries_per_group, len(sections.q.first_rows)
     if n < sp_size:
         raise ValueError(f"{n} query heads cannot be dealt out to {sp_size} ranks")
-    per_rank = deal(n, sp_size)
-    shares = [_cut(mine, r, num_chunks if mode == "chunked" else 1) for mine in per_rank]
-    length = max(len(s) for s in shares)
+    shares = [_cut(queries, r, num_chunks if mode == "chunked" else 1) for queries in deal(n, sp_size)]
+    length = max(map(len, shares))
     nothing = Share(range(0), range(0), range(0))
-    shares = [s + [nothing] * (length - len(s)) for s in shares]
+    by_chunk = list(zip(*(of_rank + [nothing] * (length - len(of_rank)) for of_rank in shares), strict=True))
     parts: tuple[Part, ...] = ("q", "kv") if pairs else ("q", "k", "v") if mode == "split-qkv" else ("qkv",)
-    last = [[_not_used_later(s, index) for index in range(length)] for s in shares]
-    splits_groups = any(share.keys != share.uses for s in shares for share in s)
+    splits_groups = any(share.keys != share.uses for of_all in by_chunk for share in of_all)
     chunks = []
-    for index in range(length):
-        of_all = tuple(s[index] for s in shares)
-        messages = again = back = _messages(of_all, parts, r)
-        if splits_groups:
-            back = _messages(of_all, ("q", "kv"), r)
-            again = _messages(
-                tuple(replace(s[index], keys=keys[index]) for s, keys in zip(shares, last, strict=True)), ("q", "kv"), r
+    for index, of_all in enumerate(by_chunk):
+        messages = _messages(sections, of_all, parts)
+        remade = fresh = ChunkMessages(messages, messages)
+        if splits_groups:  # queries apart: their gradients are complete earlier than those of the group's key and value
+            last = tuple(
+                replace(s, keys=range(0) if is_used_later(by_chunk, index, rank) else s.uses)
+                for rank, s in enumerate(of_all)
             )
-        chunks.append(HeadChunk(of_all, messages, again, back))
+            remade = ChunkMessages(_messages(sections, last, ("q", "kv")), _messages(sections, of_all, ("q", "kv")))
+        chunks.append(HeadChunk(of_all, fresh, remade))
     return chunks
 
 
-def _messages(shares: tuple[Share, ...], parts: tuple[Part, ...], r: int) -> tuple[Message, ...]:
-    made = (Message(part, tuple(_rows(share, part, r) for share in shares)) for part in parts)
-    return tuple(message for message in made if any(message.rows))
-
-
-def _not_used_later(shares: list[Share], index: int) -> range:
-    # the key/value heads that a rank's chunk uses for the last time: all, or none
-    uses = shares[index].uses
-    return range(0) if any(uses == later.uses for later in shares[index + 1 :]) else uses
+def is_used_later(by_chunk: list[tuple[Share, ...]], index: int, rank: int) -> bool:
+    """Return whether later chunks of a rank use the key/value heads of a chunk, all of them or none."""
+    return any(by_chunk[index][rank].uses == later[rank].uses for later in by_chunk[index + 1 :])
 
 
 def is_uniform(share: Share, queries_per_group: int) -> bool:
-    """Return whether all key/value heads that the share uses serve equally many of its queries, so that rows are in group order."""
+    """Return whether all key/value heads that the share uses serve equally many of its queries, so that heads are in group order."""
     known: dict[int, bool] = share.__dict__.setdefault("_uniform", {})  # every layer of every step asks
     if queries_per_group not in known:
-        known[queries_per_group] = len(set(_queries_of(share, queries_per_group))) <= 1
+        places = key_of_each_query(share, queries_per_group)
+        known[queries_per_group] = len({places.count(key) for key in range(len(share.uses))}) <= 1
     return known[queries_per_group]
 
 
@@ -151,65 +191,47 @@ def _cut(queries: range, r: int, num_chunks: int) -> list[Share]:
     # split a rank's queries into chunks: of whole groups if there are enough groups, else of parts of a group
     keys = range(queries.start // r, (queries.stop - 1) // r + 1)
     groups = [range(max(queries.start, k * r), min(queries.stop, (k + 1) * r)) for k in keys]
+    shares = []
     if num_chunks <= len(groups):
-        made = []
         for some in deal(len(groups), num_chunks):
-            mine = keys[some.start : some.stop]
-            made.append(Share(range(groups[some.start].start, groups[some.stop - 1].stop), mine, mine))
-        return made
-    made = []
-    for key, group, pieces in zip(keys, groups, (len(p) for p in deal(num_chunks, len(groups))), strict=True):
-        for index, part in enumerate(deal(len(group), min(pieces, len(group)))):
-            mine = range(key, key + 1)
-            heads = range(group.start + part.start, group.start + part.stop)
-            made.append(Share(heads, mine if index == 0 else range(0), mine))
-    return made
+            of_chunk = keys[some.start : some.stop]
+            shares.append(Share(range(groups[some.start].start, groups[some.stop - 1].stop), of_chunk, of_chunk))
+        return shares
+    for key, group, of_group in zip(keys, groups, deal(num_chunks, len(groups)), strict=True):
+        for index, places in enumerate(deal(len(group), min(len(of_group), len(group)))):
+            heads = range(group.start + places.start, group.start + places.stop)
+            shares.append(Share(heads, range(key, key + (index == 0)), range(key, key + 1)))
+    return shares
 
 
-def _queries_of(share: Share, r: int) -> list[int]:
-    # how many of the share's queries each key/value head in ``share.uses`` serves
-    counts = [0] * len(share.uses)
-    for place in key_of_each_query(share, r):
-        counts[place] += 1
-    return counts
+def _messages(sections: Sections, shares: tuple[Share, ...], parts: tuple[Part, ...]) -> tuple[Message, ...]:
+    messages = (Message(part, tuple(tuple(_rows(sections, share, part)) for share in shares)) for part in parts)
+    return tuple(message for message in messages if any(message.heads))
 
 
-def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
-    queries = [(q // r) * (r + 2) + q % r for q in share.queries]
-    keys = [k * (r + 2) + r for k in share.keys]
-    values = [k * (r + 2) + r + 1 for k in share.keys]
+def _rows(sections: Sections, share: Share, part: Part) -> list[Run]:
+    queries, keys, values = sections.q.rows(share.queries), sections.k.rows(share.keys), sections.v.rows(share.keys)
     if part == "q":
-        return tuple(queries)
+        return queries
     if part == "k":
-        return tuple(keys)
+        return keys
     if part == "v":
-        return tuple(values)
+        return values
     if part == "kv":
-        return tuple(row for pair in zip(keys, values, strict=True) for row in pair)
-    if not share.keys or not is_uniform(share, r):
-        return (*queries, *keys, *values)
-    each = len(queries) // len(keys)
-    in_groups = [[*queries[i * each : (i + 1) * each], k, v] for i, (k, v) in enumerate(zip(keys, values, strict=True))]
-    return tuple(row for group in in_groups for row in group)
+        return [row for pair in zip(keys, values, strict=True) for row in pair]
+    if not share.keys or not is_uniform(share, sections.queries_per_group):
+        return [*queries, *keys, *values]
+    each, found = len(queries) // len(keys), list[Run]()
+    for group, (key, value) in enumerate(zip(keys, values, strict=True)):
+        found += [*queries[group * each : (group + 1) * each], key, value]
+    return found
 
 
-def _slices(heads: tuple[int, ...], head_dim: int) -> list[slice]:
-    return [slice(run.start * head_dim, run.stop * head_dim) for run in runs_of(heads)]
-
-
-def _equally_far_apart(of_rank: list[list[slice]]) -> tuple[int, int, int] | None:
-    if len(of_rank) < 2 or any(len(runs) != 1 for runs in of_rank):
-        return None
-    starts, widths = [runs[0].start for runs in of_rank], {runs[0].stop - runs[0].start for runs in of_rank}
-    steps = {b - a for a, b in pairwise(starts)}
-    return (starts[0], widths.pop(), steps.pop()) if len(steps) == len(widths) == 1 and min(steps) > 0 else None
-
-
-def runs_of(rows: tuple[int, ...]) -> Slices:
-    made: list[slice] = []
-    for row in rows:
-        if made and made[-1].stop == row:
-            made[-1] = slice(made[-1].start, row + 1)
+def _joined(runs: tuple[Run, ...]) -> list[slice]:
+    joined: list[slice] = []
+    for start, stop in runs:
+        if joined and joined[-1].stop == start:
+            joined[-1] = slice(joined[-1].start, stop)
         else:
-            made.append(slice(row, row + 1))
-    return tuple(made)
+            joined.append(slice(start, stop))
+    return joined

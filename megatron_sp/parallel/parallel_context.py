@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
-from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
+from megatron_sp.parallel.heads import HeadChunk, OverlapMode, Sections, plan_heads
 from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 from megatron_sp.parallel.sequence_parallel import NO_CP, NO_SP, ContextParallel, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
@@ -177,11 +177,11 @@ class ParallelContext:
         ep = replace(self.ep, recorder=self.recorder.at("ep", layer))
         return replace(self, tp=tp, sp=sp, cp=replace(self.cp, recorder=self.recorder.at("cp", layer)), ep=ep)
 
-    def plan(self, queries_per_group: int, num_groups: int, *, whole: bool = False) -> tuple[HeadChunk, ...]:
+    def plan(self, sections: Sections, *, whole: bool = False) -> tuple[HeadChunk, ...]:
         """Return the plan of the exchanges of one tp rank's heads; ``whole``: all heads in one chunk."""
         in_pieces = self.cp.size > 1 or self.num_slices > 1
         mode = "none" if whole and self.mode == "chunked" else self.mode
-        return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, mode, self.num_chunks, pairs=in_pieces))
+        return tuple(plan_heads(sections, self.sp.size, mode, self.num_chunks, pairs=in_pieces))
 
     def cut(self, mask: RowMask, row_slice: RowSlice | None = None) -> SequenceCut:
         """Return this rank's positions of a sequence: dealt to the cp ranks by the mask, then split over sp, then with tp_seq over tp.

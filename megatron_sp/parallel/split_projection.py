@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.main_grad import MainGrad, add_column_sum, column_sum, put_product, put_weight_grad, weight_product
-from megatron_sp.parallel.heads import MessageTable
+from megatron_sp.parallel.heads import Message
 from megatron_sp.parallel.linear import multiply, project_back, rows_of
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
@@ -65,14 +65,38 @@ def take(weight: Tensor, rows: list[slice]) -> Tensor:
     return torch.cat([weight[run] for run in rows]) if rows else weight[:0]
 
 
-def take_of_ranks(weight: Tensor, table: MessageTable) -> Tensor:
+def take_of_ranks(weight: Tensor, message: Message) -> Tensor:
     """Return the rows of a message: [ranks, width, ...], a view, if the ranks' rows are equally far apart, else as ``take`` does."""
-    if table.apart is None:
-        return take(weight, table.rows)
-    first, width, step = table.apart
+    if message.stride is None:
+        return take(weight, message.rows)
+    first, width, step = message.stride
     stride = weight.stride()
-    shape, strides = (len(table.widths), width, *weight.shape[1:]), (step * stride[0], *stride)
+    shape, strides = (len(message.widths), width, *weight.shape[1:]), (step * stride[0], *stride)
     return weight.as_strided(shape, strides, weight.storage_offset() + first * stride[0])
+
+
+def project_back_to_ranks(grad: Tensor, weight: Tensor, columns: list[slice], out: Tensor) -> None:
+    """Compute grad @ weight[:, columns of each rank], one after another in ``out``, flat: the gradients of the ranks' heads.
+
+    Args:
+        grad: [tokens, h].
+        weight: [h, n*d_v].
+        columns: of each rank, empty for a rank without heads.
+    """
+    tokens, ranks = grad.shape[0], len(columns)
+    starts, widths = [some.start for some in columns], [some.stop - some.start for some in columns]
+    step, left = divmod(weight.shape[1], ranks)  # a chunk may be even where the heads as a whole are not
+    if left == 0 and len(set(widths)) == 1 and starts == [starts[0] + rank * step for rank in range(ranks)]:
+        of_ranks = weight.view(-1, ranks, step)[:, :, starts[0] : starts[0] + widths[0]].transpose(0, 1)
+        torch.bmm(
+            grad.expand(ranks, *grad.shape), of_ranks, out=out.view(ranks, tokens, -1)
+        )  # nothing is copied for it
+        return
+    at = 0
+    for some, width in zip(columns, widths, strict=True):
+        if width:
+            torch.mm(grad, weight[:, some], out=out[at : at + tokens * width].view(tokens, width))
+        at += tokens * width
 
 
 def project_pieces(

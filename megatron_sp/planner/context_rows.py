@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
-from megatron_sp.parallel.heads import OverlapMode, plan_heads
+from megatron_sp.parallel.heads import OverlapMode, Sections, plan_heads
 from megatron_sp.parallel.row_mask import RowMask, Runs
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
@@ -114,7 +114,8 @@ def _row_bytes(config: Config) -> int:
     is_chunked = parallel.overlap_mode == "chunked" and not model.norms_all_heads
     mode: OverlapMode = "chunked" if is_chunked else "none"  # the other modes have one chunk, too
     sp, of_chunks = parallel.sequence_parallel_size, parallel.sp_head_chunks or 2
-    chunks = plan_heads(queries, groups, sp, mode, of_chunks, pairs=True)
+    sections = Sections.in_groups(queries, groups, model.head_dim)
+    chunks = plan_heads(sections, sp, mode, of_chunks, pairs=True)
     element = 2 if precision.bf16 or precision.fp16 else 8 if precision.fp64 else 4
     return sum(len(chunk.shares[0].uses) for chunk in chunks) * 2 * model.head_dim * element
 

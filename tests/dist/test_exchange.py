@@ -22,13 +22,14 @@ from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel import attention_block as block_module
 from megatron_sp.parallel.attention_block import attention_block
+from megatron_sp.parallel.attention_core import Core
 from megatron_sp.parallel.embedding import embedding
-from megatron_sp.parallel.heads import Share, key_of_each_query, plan_heads
+from megatron_sp.parallel.heads import Sections, Share, key_of_each_query, plan_heads
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.lm_head import lm_head_loss
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore
+from megatron_sp.parallel.ulysses import AttentionPlan
 
 S, B, H = 12, 3, 5
 
@@ -145,9 +146,9 @@ def _exchange_pairs() -> None:
     tokens = 6
     with late_network():
         for r, g, mode, chunks in ((1, 7, "none", 1), (3, 2, "split-qkv", 1), (4, 1, "chunked", 2), (2, 4, "chunked", 3)):
-            for chunk in plan_heads(r, g, size, mode, chunks):  # type: ignore[arg-type]
-                for message in chunk.messages:
-                    to = [tokens * len(rows) for rows in message.rows]
+            for chunk in plan_heads(Sections.in_groups(r, g, 1), size, mode, chunks):  # type: ignore[arg-type]
+                for message in chunk.fresh.heads:
+                    to = [tokens * width for width in message.widths]
                     mine = [to[rank]] * size
                     x, y = own(sum(to), seed=1), own(sum(mine), seed=2)
                     ax = all_to_all_async(x, to, torch.empty(sum(mine), dtype=x.dtype), mine, group).wait()
@@ -155,7 +156,7 @@ def _exchange_pairs() -> None:
                     assert_adjoint(total((ax * y).sum()), total((x * aty).sum()))
 
 
-class LinearCore(GraphCore):
+class LinearCore(Core):
     """An "attention" that is linear in q, k and v: a running sum over positions, another weight for each head; ``scale`` is a parameter."""
 
     def __init__(self, r: int, d: int, *, fused: bool) -> None:
@@ -221,7 +222,7 @@ def _region(tp_size: int, seq: bool, mode: Any, chunks: int, r: int, g: int, s: 
     with pytest.MonkeyPatch.context() as patch, late_network():
         _linear_norm(patch)
         x, wq, wp = (t.clone().requires_grad_() for t in (x_all[cut], w_qkv[rows], w_proj[:, columns]))
-        plan = AttentionPlan(tuple(plan_heads(r, g, sp.size, mode, chunks)), d, s, tp, sp, add_input=False)
+        plan = AttentionPlan(tuple(plan_heads(Sections.in_groups(r, g, d), sp.size, mode, chunks)), d, s, tp, sp, add_input=False)
         out, _ = attention_block(x, norm, (wq, None), (wp, None), core, plan)
         y = y_all[cut]
         out.backward(y)
@@ -232,7 +233,7 @@ def _region(tp_size: int, seq: bool, mode: Any, chunks: int, r: int, g: int, s: 
         assert_adjoint(ax_y, total((wq * wq.grad).sum()))
         assert_adjoint(ax_y, total((wp * wp.grad).sum()))
         # one process: all tp ranks' groups side by side
-        dense = AttentionPlan(tuple(plan_heads(r, g, 1, "none")), d, s, NO_TP, NO_SP, add_input=False)
+        dense = AttentionPlan(tuple(plan_heads(Sections.in_groups(r, g, d), 1, "none")), d, s, NO_TP, NO_SP, add_input=False)
         fused = LinearCore(r, d, fused=True)
         whole = torch.zeros(s, b, H, dtype=torch.float64)
         for t in range(tp_size):

@@ -24,11 +24,12 @@ from torch import Tensor
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.attention_block import attention_block
-from megatron_sp.parallel.heads import plan_heads
+from megatron_sp.parallel.attention_core import Core
+from megatron_sp.parallel.heads import Sections, plan_heads
 from megatron_sp.parallel.lm_head import lm_head_loss
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore
+from megatron_sp.parallel.ulysses import AttentionPlan
 
 MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), ("chunked", 2)]
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
@@ -128,7 +129,7 @@ def region(x: Tensor, w_qkv: Tensor, w_proj: Tensor, r: int, d: int, plan: Atten
     return attention_block(x, norm, (w_qkv, None), (w_proj, None), _Causal(r, d), plan)[0]
 
 
-class _Causal(GraphCore):
+class _Causal(Core):
     """Causal attention on heads of one query each (r = 1, so that rows are q, k, v for each head)."""
 
     parameters = ()
@@ -175,7 +176,7 @@ def _sequence_first(mode: Any, chunks: int) -> None:
     want.sin().sum().backward()
     x = x_all.detach()[4 * rank : 4 * rank + 4].clone().requires_grad_()
     wq, wp = (t.detach().clone().requires_grad_() for t in (w_qkv, w_proj))
-    plan = AttentionPlan(tuple(plan_heads(1, n, 2, mode, chunks)), d, s, NO_TP, SequenceParallel(group, True))
+    plan = AttentionPlan(tuple(plan_heads(Sections.in_groups(1, n, d), 2, mode, chunks)), d, s, NO_TP, SequenceParallel(group, True))
     out = region(x, wq, wp, 1, d, plan)
     assert out.shape == (4, 2, h)
     out.sin().sum().backward()
@@ -348,7 +349,7 @@ def _leaf_and_frozen(mode: Any, chunks: int) -> None:
     want = _dense(x_all, w_qkv, w_proj, n, d)
     want.sin().sum().backward()
     true = {"x": x_all.grad, "w_qkv": w_qkv.grad, "w_proj": w_proj.grad}
-    plan = AttentionPlan(tuple(plan_heads(1, n, 2, mode, chunks)), d, s, NO_TP, SequenceParallel(group, True))
+    plan = AttentionPlan(tuple(plan_heads(Sections.in_groups(1, n, d), 2, mode, chunks)), d, s, NO_TP, SequenceParallel(group, True))
     for trained in ({"x"}, {"w_qkv"}, {"w_proj"}, {"x", "w_proj"}, {"w_qkv", "w_proj"}, set[str]()):
         padded = F.pad(x_all.detach(), (0, 0, 0, 0, 0, 2 * local - s))[start : start + local]
         mine = {"x": padded, "w_qkv": w_qkv.detach(), "w_proj": w_proj.detach()}

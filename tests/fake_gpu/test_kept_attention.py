@@ -55,7 +55,7 @@ def test_attention_is_computed_once(name: str) -> None:
     assert forward[0] == forward[1] > 0 and backward[0] == backward[1] >= forward[0]
     if "sp," in name and JOBS[name].world_size > 1:
         # a block sends its heads there and back, and their gradients; the recomputation sends them
-        # there; where chunks share keys (HeadChunk), it sends queries apart from keys, and so does the way back of their gradients
+        # there; where chunks share keys (HeadChunk.remade), it sends queries apart from keys, and so does the way back of their gradients
         assert 4 * exchanges(kept) == (7 if "uneven" in name else 5) * exchanges(plain) > 0
 
 

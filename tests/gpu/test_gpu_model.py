@@ -13,8 +13,8 @@ from support.errors import FP32, assert_law, law_error
 from torch import Tensor
 
 from megatron_sp.config.schema import OptimizerConfig
+from megatron_sp.models.attention import SelfAttention
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import SelfAttention
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.gradients import FlatGradients

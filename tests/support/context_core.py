@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async, all_reduce
 from megatron_sp.comm.groups import Group
-from megatron_sp.models.transformer import SITE_ATTENTION, AttentionCore
+from megatron_sp.models.attention import SITE_ATTENTION, SoftmaxCore
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.dropout import keep_mask
@@ -88,8 +88,8 @@ def attention_of_rank(q: Tensor, kv: Tensor, plan: ContextPlan, rank: int, batch
     return torch.einsum("mrls,smd->lmrd", probs, v)
 
 
-def plain_core(self: AttentionCore, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
-    """As ``AttentionCore._core``, with several cp ranks too."""
+def plain_core(self: SoftmaxCore, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
+    """As ``SoftmaxCore._core``, with several cp ranks too."""
     ctx, layer = self.ctx, self.layer
     if ctx.plan is None:
         return _OWN_CORE(self, q, k, v, share, kept)
@@ -107,10 +107,10 @@ def plain_core(self: AttentionCore, q: Tensor, k: Tensor, v: Tensor, share: Shar
     return attention_of_rank(q, kv, ctx.plan, cp.rank, q.shape[1] // groups, rate, rows)
 
 
-_OWN_CORE = AttentionCore._core
+_OWN_CORE = SoftmaxCore._core
 
 
 @pytest.fixture
 def plain_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are forked from here compute attention with ``plain_core``."""
-    monkeypatch.setattr(AttentionCore, "_core", plain_core)
+    monkeypatch.setattr(SoftmaxCore, "_core", plain_core)

@@ -42,8 +42,9 @@ SUITES = {
     "layers": Suite(
         (
             "comm/collectives.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/embedding.py", "parallel/tensor_parallel.py",
-            "parallel/ulysses.py", "parallel/attention_block.py", "parallel/split_projection.py", "parallel/chunked_mlp.py",
-            "parallel/heads.py", "parallel/parallel_context.py", "models/transformer.py", "ops/main_grad.py",
+            "parallel/ulysses.py", "parallel/attention_core.py", "parallel/attention_block.py", "parallel/split_projection.py",
+            "parallel/chunked_mlp.py", "parallel/heads.py", "parallel/parallel_context.py", "models/attention.py", "models/transformer.py",
+            "ops/main_grad.py",
         ),
         (
             "tests/unit/parallel/test_heads.py", "tests/unit/comm/test_shard_spec.py", "tests/dist/test_collectives.py",

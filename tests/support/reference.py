@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.models.attention import SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_EMBEDDING, SITE_MLP_OUTPUT
 from megatron_sp.models.experts import routing_of
-from megatron_sp.models.transformer import SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_EMBEDDING, SITE_MLP_OUTPUT
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
 from support import plain_experts

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.ops.attention_kernels import KeptTensors
-from megatron_sp.parallel.heads import OverlapMode, Share, plan_heads
+from megatron_sp.parallel.attention_core import Core
+from megatron_sp.parallel.heads import OverlapMode, Sections, Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore, HeadsPass
+from megatron_sp.parallel.ulysses import AttentionPlan, HeadsPass
 from megatron_sp.utils.numbers import round_up
 
 STEP = float(2**20)
@@ -46,7 +47,7 @@ def row_of(kind: str, head: int, r: int) -> int:
     return (head // r) * (r + 2) + head % r if kind == "q" else head * (r + 2) + r + (kind == "v")
 
 
-class Inspector(GraphCore):
+class Inspector(Core):
     """A core that checks what it gets, hands its queries' tags back, and answers every gradient with tags again."""
 
     parameters = ()
@@ -127,7 +128,7 @@ def check_tags(
     sp, rank, r, g = group.size(), group.rank(), queries_per_group, groups
     n, local = r * g, round_up(s, sp) // sp
     core = Inspector(s, b, d, r)
-    plan = AttentionPlan(tuple(plan_heads(r, g, sp, mode, num_chunks)), d, s, sp=SequenceParallel(group, overlap))
+    plan = AttentionPlan(tuple(plan_heads(Sections.in_groups(r, g, d), sp, mode, num_chunks)), d, s, sp=SequenceParallel(group, overlap))
     first = rank * local
     real = max(0, min(local, s - first)) * b  # tokens of this rank that are not padding
     mine = torch.stack([torch.arange(first * b, (first + local) * b).double(), torch.ones(local * b).double()], dim=1)  # [tokens, 2]
@@ -154,10 +155,11 @@ def check_tags(
     for message, handle in arriving:
         pieces = run.by_rows(handle.wait(), message)
         got = torch.cat([piece for _, piece in pieces], dim=1)
-        rows = [row for of_rank in message.rows for row in of_rank]
+        by_rank = [[start // d for start, _ in heads] for heads in message.heads]
+        rows = [row for of_rank in by_rank for row in of_rank]
         said = [row for runs, _ in pieces for run_of_rows in runs for row in range(run_of_rows.start, run_of_rows.stop)]
         assert said == [row * d + i for row in rows for i in range(d)], "the rows that the pieces are said to be of"
-        times = [1 if row % (r + 2) < r else uses[to][row // (r + 2)] for to, of_rank in enumerate(message.rows) for row in of_rank]
+        times = [1 if row % (r + 2) < r else uses[to][row // (r + 2)] for to, of_rank in enumerate(by_rank) for row in of_rank]
         want = tags(first, local, b, channels(rows, d)).view(local * b, -1)
         want = want * torch.tensor(times, dtype=torch.float64).repeat_interleave(d)
         assert torch.equal(got[:real], want[:real]), f"gradients of the {message.part} message came back to the wrong place"

@@ -14,10 +14,11 @@ from support.op_checks import randn
 from torch import Tensor
 
 from megatron_sp.inference.decoder import KVCache, StepPass
-from megatron_sp.models.transformer import AttentionCore, SelfAttention, TransformerBlock, qkv_rows
+from megatron_sp.models.attention import FusedQKV, SelfAttention, SoftmaxCore
+from megatron_sp.models.transformer import TransformerBlock
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
-from megatron_sp.parallel.heads import Share, plan_heads
+from megatron_sp.parallel.heads import Sections, Share, plan_heads
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
@@ -28,7 +29,7 @@ GROUPED = {"num_attention_heads": 6, "group_query_attention": True, "num_query_g
 def rows_of_rank(rank: int, size: int, **shape: Any) -> list[int]:
     """Numbers of the head rows (d rows of the weight each) that a rank holds."""
     config = tiny.shape(**GROUPED, **shape)
-    _, _, spec = qkv_rows(config, TensorParallel(tiny.Rank(rank, size)))  # type: ignore[arg-type]
+    _, spec = FusedQKV.in_groups(config, TensorParallel(tiny.Rank(rank, size)))  # type: ignore[arg-type]
     assert spec.shape == ((6 + 2 * 2) * 4, config.hidden_size) and spec.dim == 0
     assert all(start % 4 == length % 4 == 0 for start, length in spec.runs)
     return [row for start, length in spec.runs for row in range(start // 4, (start + length) // 4)]
@@ -44,8 +45,8 @@ def test_a_rank_holds_whole_groups_or_some_queries_and_their_key_and_value() -> 
 def test_shared_keys_are_summed_and_counted_once() -> None:
     config = tiny.shape(**GROUPED)
     for rank in range(6):
-        queries, groups, spec = qkv_rows(config, TensorParallel(tiny.Rank(rank, 6)))  # type: ignore[arg-type]
-        assert (queries, groups) == (1, 1)
+        sections, spec = FusedQKV.in_groups(config, TensorParallel(tiny.Rank(rank, 6)))  # type: ignore[arg-type]
+        assert len(sections.q.first_rows) == len(sections.k.first_rows) == 1
         (shared,) = spec.sums
         assert (shared.start, shared.length, shared.slot, shared.num_slots) == (4, 8, rank // 3, 2)
         assert spec.counted == ((0, 12 if rank % 3 == 0 else 4),), "the first rank of a group counts its key and value"
@@ -65,8 +66,8 @@ def parts_of(fused: Tensor, share: Share, d: int) -> dict[str, Tensor]:
 def test_heads_in_one_message_or_three_are_the_same(qk_layernorm: bool) -> None:
     layer = attention(qk_layernorm=qk_layernorm, position_embedding_type="rope")
     cos, sin = randn(S, 2), randn(S, 2, seed=1)
-    core = AttentionCore(layer, ForwardContext(AttentionMask(), length=S, rotary=(cos, sin)))
-    share = plan_heads(3, 2, 1, "none")[0].shares[0]
+    core = SoftmaxCore(layer, ForwardContext(AttentionMask(), length=S, rotary=(cos, sin)))
+    share = plan_heads(Sections.in_groups(3, 2, 4), 1, "none")[0].shares[0]
     fused = randn(S, B, 10 * 4)
     apart = {name: part.contiguous() for name, part in parts_of(fused, share, 4).items()}
     want = core.prepare({"qkv": fused.clone()}, share)
@@ -76,8 +77,8 @@ def test_heads_in_one_message_or_three_are_the_same(qk_layernorm: bool) -> None:
 
 
 def test_heads_reach_the_attention_without_a_copy() -> None:
-    core = AttentionCore(attention(), ForwardContext(AttentionMask(), length=S))
-    share = plan_heads(3, 2, 1, "none")[0].shares[0]
+    core = SoftmaxCore(attention(), ForwardContext(AttentionMask(), length=S))
+    share = plan_heads(Sections.in_groups(3, 2, 4), 1, "none")[0].shares[0]
     fused = randn(S, B, 10 * 4)
     apart = {name: part.contiguous() for name, part in parts_of(fused, share, 4).items()}
     q, k, v = core.prepare(apart, share)
@@ -89,7 +90,7 @@ def test_heads_reach_the_attention_without_a_copy() -> None:
 
 def test_uneven_groups_get_a_key_for_each_query() -> None:
     """Queries 0 to 3 of two groups of three: the second group serves one of them."""
-    core = AttentionCore(attention(), ForwardContext(AttentionMask(), length=S))
+    core = SoftmaxCore(attention(), ForwardContext(AttentionMask(), length=S))
     share = Share(range(4), range(2), range(2))
     heads = randn(S, B, 8, 4)  # four queries, two keys, two values
     q, k, v = core.prepare({"qkv": heads.flatten(2)}, share)
@@ -101,8 +102,8 @@ def test_uneven_groups_get_a_key_for_each_query() -> None:
 
 
 def test_a_follower_chunk_has_queries_only() -> None:
-    core = AttentionCore(attention(), ForwardContext(AttentionMask(), length=S))
-    leader, follower = plan_heads(3, 1, 1, "chunked", 2)
+    core = SoftmaxCore(attention(), ForwardContext(AttentionMask(), length=S))
+    leader, follower = plan_heads(Sections.in_groups(3, 1, 4), 1, "chunked", 2)
     assert not follower.shares[0].keys and leader.shares[0].keys
     x = randn(S, B, len(follower.shares[0].queries) * 4)
     q, k, v = core.prepare({"qkv": x}, follower.shares[0])

@@ -17,9 +17,10 @@ from torch import Tensor
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.attention_block import attention_block
-from megatron_sp.parallel.heads import Share, plan_heads
+from megatron_sp.parallel.attention_core import Core
+from megatron_sp.parallel.heads import Sections, Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import NO_SP
-from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore, add
+from megatron_sp.parallel.ulysses import AttentionPlan, add
 
 S, B, H, R, G, D = 5, 2, 7, 3, 2, 4
 N = R * G
@@ -28,7 +29,7 @@ MODES = [("none", 1), ("split-qkv", 1), ("chunked", 2), ("chunked", 4)]
 NAMES = ("x", "norm", "norm_bias", "w_qkv", "b_qkv", "w_proj", "b_proj", "scale")
 
 
-class SoftmaxCore(GraphCore):
+class SoftmaxCore(Core):
     """Causal attention with one parameter, by which queries are multiplied."""
 
     def __init__(self, scale: Tensor) -> None:
@@ -75,7 +76,9 @@ def block(
     t: Inputs, mode: Any = "none", chunks: int = 1, *, add_input: bool = True, main_grad: Any = None, remakes: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     norm = NormInFront(SPEC, t["norm"], t["norm_bias"]) if "norm" in t else None
-    plan = AttentionPlan(tuple(plan_heads(R, G, 1, mode, chunks)), D, S, add_input=add_input, remakes_heads=remakes)
+    plan = AttentionPlan(
+        tuple(plan_heads(Sections.in_groups(R, G, D), 1, mode, chunks)), D, S, add_input=add_input, heads="remade" if remakes else "fresh"
+    )
     qkv, proj = (t["w_qkv"], t.get("b_qkv")), (t["w_proj"], t.get("b_proj"))
     return attention_block(t["x"], norm, qkv, proj, SoftmaxCore(t["scale"]), plan, main_grad=main_grad)
 
@@ -179,7 +182,7 @@ def test_heads_that_are_made_again_are_those_of_one_chunk(chunks: int, most: int
             return super().attend(q, k, v, share, kept)
 
     core = Watched(i["scale"])
-    plan = AttentionPlan(tuple(plan_heads(R, G, 1, "chunked", chunks)), D, S, remakes_heads=True)
+    plan = AttentionPlan(tuple(plan_heads(Sections.in_groups(R, G, D), 1, "chunked", chunks)), D, S, heads="remade")
     y, _ = attention_block(i["x"], None, (i["w_qkv"], None), (i["w_proj"], None), core, plan)
     assert core.alive == 0
     y.backward(torch.ones_like(y))
@@ -190,7 +193,7 @@ def test_backward_lets_go_of_the_core() -> None:
     """What a pass holds besides its tensors (masks, rotary tables, dropout keys) ends with backward, not with the graph."""
     i = leaves(**tensors())
     core = SoftmaxCore(i["scale"])
-    plan = AttentionPlan(tuple(plan_heads(R, G, 1, "none")), D, S)
+    plan = AttentionPlan(tuple(plan_heads(Sections.in_groups(R, G, D), 1, "none")), D, S)
     y, _ = attention_block(i["x"], None, (i["w_qkv"], None), (i["w_proj"], None), core, plan)
     alive = weakref.ref(core)
     del core
