@@ -20,6 +20,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_sp.models.attention import SelfAttention
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.experts import expert_biases, routing_of
@@ -86,6 +87,7 @@ class Case:
     delay: bool = False  # gradients of the MLP's weights, to attention's last exchange
     steps: int = 0  # optimizer steps after which weights are compared
     table_lr: float | None = None  # learning rate of embeddings and output layer in these
+    attention: type[SelfAttention] | None = None  # what mixes positions; None: attention
 
     @property
     def world(self) -> int:
@@ -114,6 +116,7 @@ class Case:
             f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}{self._context}-dp{self.dp}-{self.mode}"
             f"{self.chunks if self.mode == 'chunked' else ''}{self._pipeline}"
         ]
+        parts += [] if self.attention is None else [self.attention.__name__]
         parts += ["classifier" if self.classes else "bert"] if self.bert else []
         parts += [f"ep{self.ep}x{self.ep_chunks}"] if self.ep > 1 else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
@@ -191,7 +194,8 @@ def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
     config = whole.config
     specs = shard_specs(whole)
     drops = bool(config.hidden_dropout or config.attention_dropout)
-    if case.padding or case.bert or (case.packed and drops):  # the plain reference is a causal GPT, of documents without dropout
+    # the plain reference is a causal GPT, of documents without dropout
+    if case.padding or case.bert or (case.packed and drops) or case.attention is not None:
         batches = [batch_of(case, config, number) for number in range(case.dp * case.micro_batches)]
         got = _unsharded_step(_in_fp64(whole), batches)
         return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
@@ -280,7 +284,9 @@ class Sharded:
             cp_chunks=case.cp_chunks, stages=() if self.pipeline is None else self.pipeline.own_stages, num_slices=case.slices,
             ep=_experts(self.groups, case.ep, case.tp_seq, case.ep_chunks) if config.has_experts else NO_EP,
         )  # fmt: skip
-        self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
+        self.model = tiny.build(
+            config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout, attention=case.attention
+        )
         self.specs = shard_specs(self.model)
         weights = dict(whole.named_parameters())
         for name, p in self.model.named_parameters():
@@ -432,12 +438,12 @@ class OneProcess:
 
     def __init__(self, case: Case) -> None:
         self.config = tiny.shape(**{"seq_length": case.seq, "model_family": "bert" if case.bert else "gpt", **case.model})
-        self.whole = skewed(tiny.make_model(self.config, dtype=case.dtype, classes=case.classes), case)
+        self.whole = skewed(tiny.make_model(self.config, dtype=case.dtype, classes=case.classes, attention=case.attention), case)
         self.want = want_of(case, self.whole)
         self.weights = self._after_steps(case) if case.steps else {}
 
     def _after_steps(self, case: Case) -> dict[str, Tensor]:
-        model = skewed(tiny.make_model(self.config, dtype=case.dtype, classes=case.classes), case)
+        model = skewed(tiny.make_model(self.config, dtype=case.dtype, classes=case.classes, attention=case.attention), case)
         gradients = tiny.flatten(model)
         optimizer = FlatOptimizer(gradients.units, replace(UPDATE, decoupled_lr=case.table_lr), decoupled=table_names(model))
         batches = [batch_of(case, self.config, number) for number in range(case.dp * case.micro_batches)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.models.attention import SelfAttention
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
@@ -80,16 +81,23 @@ def context(config: ModelConfig, batch: Batch, **overrides: Any) -> ForwardConte
     return ForwardContext(**{"mask": AttentionMask(), "kernel": kernel, "dropout": keys} | overrides)
 
 
-def build(config: ModelConfig, kernels: KernelConfig, classes: int = 0, **more: Any) -> Any:
+def build(
+    config: ModelConfig, kernels: KernelConfig, classes: int = 0, attention: type[SelfAttention] | None = None, **more: Any
+) -> Any:  # fmt: skip
     """The model of the configuration's family, or a classifier."""
+    if attention is not None:
+        more["attention"] = attention
     if classes:
         return BertClassifier(config, kernels, num_classes=classes, **more)
     return (BertModel if config.is_bert else GPTModel)(config, kernels, **more)
 
 
-def make_model(config: ModelConfig, dtype: torch.dtype = torch.float64, perturb: bool = True, classes: int = 0, **kernels: Any) -> Any:
+def make_model(
+    config: ModelConfig, dtype: torch.dtype = torch.float64, perturb: bool = True, classes: int = 0,
+    attention: type[SelfAttention] | None = None, **kernels: Any,
+) -> Any:  # fmt: skip
     """A model whose norms and biases are not at their initial ones and zeros, which would hide mistakes."""
-    model = build(config, KernelConfig(**kernels), classes, seed=5, dtype=dtype)
+    model = build(config, KernelConfig(**kernels), classes, attention, seed=5, dtype=dtype)
     if perturb:
         g = torch.Generator().manual_seed(11)
         for p in model.parameters():
