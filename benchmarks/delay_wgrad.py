@@ -164,11 +164,11 @@ class Blocks:
     def once(self) -> list[Any]:
         """A forward and a backward pass; the gradients of all parameters."""
         from megatron_sp.comm.collectives import Handle
-        from megatron_sp.parallel import exchange_group
+        from megatron_sp.parallel import all_to_all
 
-        real = exchange_group.all_to_all_async
+        real = all_to_all.all_to_all_async
         if not self.exchanges:
-            exchange_group.all_to_all_async = lambda send, a, receive, c, group: Handle(None, receive, "nothing")  # type: ignore[assignment]
+            all_to_all.all_to_all_async = lambda send, a, receive, c, group: Handle(None, receive, "nothing")  # type: ignore[assignment]
         try:
             self.gradients.start_step()
             y = self.x.detach().requires_grad_()
@@ -177,7 +177,7 @@ class Blocks:
             y.backward(self.grad)
             self.gradients.cover()
         finally:
-            exchange_group.all_to_all_async = real
+            all_to_all.all_to_all_async = real
         return [unit.grads for unit in self.gradients.units]
 
 

@@ -280,17 +280,17 @@ class Ours:
 
     def once(self) -> tuple[Any, Any, Any]:
         from megatron_sp.ops.expert_mlp import ExpertWeights
-        from megatron_sp.parallel import exchange_group
+        from megatron_sp.parallel import all_to_all
         from megatron_sp.parallel.experts import Router, expert_mlp
 
-        real, self.sent = exchange_group.all_to_all_async, 0
+        real, self.sent = all_to_all.all_to_all_async, 0
 
         def counted(send: Any, send_counts: Any, *rest: Any) -> Any:
             if send.dtype.is_floating_point:
                 self.sent += (sum(send_counts) - send_counts[self.plan.ep.rank]) * send.element_size()
             return TimedHandle(self, real(send, send_counts, *rest))
 
-        exchange_group.all_to_all_async = counted
+        all_to_all.all_to_all_async = counted
         try:
             self.gradients.start_step()
             x, p = self.x.detach().requires_grad_(), self.parameters
@@ -300,7 +300,7 @@ class Ours:
             )
             y.backward(self.grad)
         finally:
-            exchange_group.all_to_all_async = real
+            all_to_all.all_to_all_async = real
         return (
             y.detach()[:, 0],
             x.grad[:, 0],

@@ -160,14 +160,14 @@ class _Copy:
 @contextmanager
 def exchanges_by(engine: CopyEngine) -> Iterator[None]:
     """Our layers' exchanges go through ``engine``."""
-    from megatron_sp.parallel import exchange_group
+    from megatron_sp.parallel import all_to_all
 
-    real = exchange_group.all_to_all_async
-    exchange_group.all_to_all_async = engine.all_to_all_async  # type: ignore[assignment]
+    real = all_to_all.all_to_all_async
+    all_to_all.all_to_all_async = engine.all_to_all_async  # type: ignore[assignment]
     try:
         yield
     finally:
-        exchange_group.all_to_all_async = real
+        all_to_all.all_to_all_async = real
 
 
 class Replay:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
 from megatron_sp.comm.groups import expert_groups as groups_of_experts
-from megatron_sp.parallel.exchange_group import ExchangeGroup
+from megatron_sp.parallel.all_to_all import AllToAllGroup
 
 
 @dataclass(frozen=True)
-class ExpertParallel(ExchangeGroup):
+class ExpertParallel(AllToAllGroup):
     """The ep group, over which the experts of each layer are dealt, and how its exchanges are run."""
 
     replicas: Group = SINGLE_RANK  # the ranks that have the same experts as this one, and other tokens

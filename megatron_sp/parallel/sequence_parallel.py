@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce_async
-from megatron_sp.parallel.exchange_group import ExchangeGroup
+from megatron_sp.parallel.all_to_all import AllToAllGroup
 
 
 @dataclass(frozen=True)
-class SequenceParallel(ExchangeGroup):
+class SequenceParallel(AllToAllGroup):
     """The sp group, over which each sequence, or each cp rank's share of it, is split, and how its exchanges are run."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class SequenceParallel(ExchangeGroup):
 
 
 @dataclass(frozen=True)
-class ContextParallel(ExchangeGroup):
+class ContextParallel(AllToAllGroup):
     """The cp group, over which the positions of each sequence are dealt, and how its exchanges are run."""
 
     overlap: bool = True

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group, world_group
-from megatron_sp.parallel.regions import all_to_all, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
+from megatron_sp.parallel.mappings import all_to_all, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
 from megatron_sp.schedule.apply.apply import Applied, decide
 from megatron_sp.schedule.apply.guards import whole_or_not_at_all
 from megatron_sp.schedule.apply.plan import names_of, tensor_of

@@ -21,7 +21,7 @@ from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask
 from megatron_sp.ops.partial_attention import BackwardInputs, Columns, Partial, Rows, Stage, attend, attend_backward, halves, wide_dtype
 from megatron_sp.ops.tiled_attention import CPUFlash, Reference
-from megatron_sp.parallel import context_parallel, exchange_group
+from megatron_sp.parallel import all_to_all, context_parallel
 from megatron_sp.parallel.context_parallel import ContextAttention, _Message, context_attention
 from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
 from megatron_sp.parallel.row_mask import RowMask
@@ -306,7 +306,7 @@ def _memory() -> None:
     # gloo's own threads hold what they send for a while; those of this network hold copies
     with late_network(), pytest.MonkeyPatch.context() as patch:
         fresh = context_parallel.empty
-        for module in (context_parallel, exchange_group):
+        for module in (context_parallel, all_to_all):
             patch.setattr(module, "empty", counted)
         for ahead, forward, backward in ((1, 2, 5), (2, 3, 5)):
             q, kv, d_out = (x[positions(plan, rank)].clone().requires_grad_() for x in case.tensors())

@@ -16,7 +16,7 @@ from megatron_sp.comm.collectives import Handle
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.optim.gradients import FlatGradients
-from megatron_sp.parallel.exchange_group import ExchangeGroup
+from megatron_sp.parallel.all_to_all import AllToAllGroup
 
 FULL, EIGHT_HEADS = {"recompute_granularity": "full"}, {"num_attention_heads": 8}
 CHUNKED = {"sp": 2, "mode": "chunked", "delay": True}
@@ -28,14 +28,14 @@ class _Events:
     def __init__(self, sharded: Sharded, patch: pytest.MonkeyPatch) -> None:
         self.found: list[str] = []
         names = {id(p): n for n, p in sharded.model.named_parameters() if ".mlp." in n and n.endswith("weight")}
-        reserve, exchange = FlatGradients.reserve, ExchangeGroup.exchange_async
+        reserve, exchange = FlatGradients.reserve, AllToAllGroup.exchange_async
 
         def logged_reserve(gradients: FlatGradients, param: torch.Tensor) -> Any:
             if id(param) in names:
                 self.found.append(names[id(param)].split(".")[-2].removeprefix("linear_"))
             return reserve(gradients, param)
 
-        def logged_exchange(group: ExchangeGroup, name: str, *rest: Any) -> Handle:
+        def logged_exchange(group: AllToAllGroup, name: str, *rest: Any) -> Handle:
             handle = exchange(group, name, *rest)
             if name.startswith("d ") and group.size > 1:
                 self.found.append(f"send {name}")
@@ -49,7 +49,7 @@ class _Events:
             return handle
 
         patch.setattr(FlatGradients, "reserve", logged_reserve)
-        patch.setattr(ExchangeGroup, "exchange_async", logged_exchange)
+        patch.setattr(AllToAllGroup, "exchange_async", logged_exchange)
 
 
 ORDERS = [

@@ -234,15 +234,15 @@ def test_dropout_differs_inside_of_what_is_split_and_nowhere_else(tmp_path: Path
 
 
 def counted() -> None:
-    import megatron_sp.parallel.regions as regions
+    import megatron_sp.parallel.mappings as mappings
 
-    calls, original = {"gathers": 0, "blocks": 0}, regions.all_gather_async
+    calls, original = {"gathers": 0, "blocks": 0}, mappings.all_gather_async
 
     def gather(*args: Any) -> Any:
         calls["gathers"] += 1
         return original(*args)
 
-    regions.all_gather_async = gather  # type: ignore[assignment]  # in this process only
+    mappings.all_gather_async = gather  # type: ignore[assignment]  # in this process only
     found = {}
     for policy in (None, "full", "keep_gathered"):
         s = schedule(Pictures(), mesh(), seq_dim=0)

@@ -15,7 +15,7 @@ from support.slapo_parity import compare, data, lines
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.parallel.regions import copy_to, reduce_from
+from megatron_sp.parallel.mappings import copy_to, reduce_from
 from megatron_sp.schedule import Kind, PathError, register_shardable
 from megatron_sp.schedule.slapo import SlapoSchedule, Verify, build, create_schedule, list_primitives
 from megatron_sp.utils.errors import ConfigError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.parallel.regions import gather_from
+from megatron_sp.parallel.mappings import gather_from
 from megatron_sp.schedule.apply import edits, guards, zero
 from megatron_sp.schedule.apply.context import Context
 from megatron_sp.schedule.apply.layers import replace_forwards, without_fast_paths

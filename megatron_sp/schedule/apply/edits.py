@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_sp.parallel.regions import gather_from
+from megatron_sp.parallel.mappings import gather_from
 from megatron_sp.schedule.apply.plan import ApplyJob, SplitPlan, joined, no_parameter
 from megatron_sp.schedule.core.directives import Directive, expand
 from megatron_sp.schedule.core.hooks import Change, change_input, change_output, make_change

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.early_exchange import EarlyExchange
+from megatron_sp.parallel.async_all_to_all import AsyncAllToAll
 from megatron_sp.schedule.apply.sequences import Heads
 from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.utils.errors import ConfigError
@@ -192,7 +192,7 @@ class EarlyExchanges:
         # running modules that have not reached their attention
         self._traces: WeakKeyDictionary[nn.Module, OpTrace] = WeakKeyDictionary()
         self._verified: WeakSet[nn.Module] = WeakSet()
-        self._flights: WeakKeyDictionary[nn.Module, dict[str, tuple[EarlyExchange, Tensor]]] = WeakKeyDictionary()
+        self._flights: WeakKeyDictionary[nn.Module, dict[str, tuple[AsyncAllToAll, Tensor]]] = WeakKeyDictionary()
         for path, module in model.named_modules():
             for names in _PROJECTIONS:
                 if all(isinstance(getattr(module, name, None), nn.Module) for name in names):
@@ -263,7 +263,7 @@ class EarlyExchanges:
             sent = heads.spread(sent, current["queries"])
             # [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]; torch's own functions, as ``OpTrace`` records them
             by_rank = sent.unflatten(2, (self.group.size(), -1)).movedim(2, 0).contiguous()
-            flight = EarlyExchange(self.group)
+            flight = AsyncAllToAll(self.group)
             self._flights[module][part] = flight, flight.launch(by_rank)
             stand_in = x[:, :, 0].detach()
             return stand_in if trace is None else trace.begin(stand_in)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import KeptResults
+from megatron_sp.parallel.mappings import KeptResults
 from megatron_sp.utils.errors import ConfigError
 
 POLICIES = ("full", "keep_gathered")

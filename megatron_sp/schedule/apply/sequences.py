@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import GatherGrad, all_to_all, gather_from
+from megatron_sp.parallel.mappings import GatherGrad, all_to_all, gather_from
 from megatron_sp.parallel.row_mask import Runs
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.numbers import round_up

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.parallel.regions import GatherGrad, gather_from, reduce_from
+from megatron_sp.parallel.mappings import GatherGrad, gather_from, reduce_from
 from megatron_sp.schedule.apply import hf_attention
 from megatron_sp.schedule.apply.context import Context
 from megatron_sp.schedule.apply.sequences import Cut, Heads, ShareOfGradient

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to, scatter_to
+from megatron_sp.parallel.mappings import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to, scatter_to
 from megatron_sp.utils.errors import ConfigError
 
 Change = Callable[[Tensor], Tensor]

@@ -352,14 +352,14 @@ def test_the_replay_runs_or_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_the_replay_puts_the_exchange_back() -> None:
-    from megatron_sp.parallel import exchange_group
+    from megatron_sp.parallel import all_to_all
 
-    real = exchange_group.all_to_all_async
+    real = all_to_all.all_to_all_async
     engine = ulysses_replay.CopyEngine(torch.device("cpu"))
     with pytest.raises(RuntimeError), ulysses_replay.exchanges_by(engine):
-        assert exchange_group.all_to_all_async is not real
+        assert all_to_all.all_to_all_async is not real
         raise RuntimeError
-    assert exchange_group.all_to_all_async is real
+    assert all_to_all.all_to_all_async is real
     send, receive = torch.arange(4.0), torch.zeros(6)
     engine.all_to_all_async(send, [2, 2], receive, [3, 3], None).wait()
     assert receive.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]

@@ -15,7 +15,7 @@ from torch import nn
 
 import megatron_sp.schedule
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.parallel import regions
+from megatron_sp.parallel import mappings
 from megatron_sp.schedule import Mesh, schedule
 from megatron_sp.schedule.core.kinds import find_kind
 from megatron_sp.schedule.verify.verify import verify
@@ -60,7 +60,7 @@ def nothing_is_changed_in_place(mesh: Mesh) -> None:
     for name, more in exchanges.items():
         x = torch.arange(16.0).reshape(4, 4).requires_grad_()
         kept = x.detach().clone()
-        y = getattr(regions, name)(x, mesh.tp, *more)
+        y = getattr(mappings, name)(x, mesh.tp, *more)
         gradient = torch.ones_like(y)
         (back,) = torch.autograd.grad(y, x, gradient)
         assert back.shape == x.shape

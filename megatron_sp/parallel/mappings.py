@@ -1,4 +1,4 @@
-"""Differentiable collectives along any dim, for use between the layers of an external model.
+"""Differentiable collectives along any dim, for use between the layers of an external model (Megatron's mappings.py).
 
     name             forward           backward
     copy_to          identity          all_reduce        Megatron's f: a replicated tensor enters a split region

@@ -1,4 +1,4 @@
-"""A group of ranks that exchange parts of a tensor, each with each, in parts of any size: what sp and cp have in common."""
+"""All-to-alls of parts of any size over a group: what sp, cp and ep have in common."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExchangeGroup:
-    """A group, and how its exchanges are run."""
+class AllToAllGroup:
+    """A group, and how its all-to-alls are run."""
 
     group: Group = SINGLE_RANK
     overlap: bool = False  # overlap exchanges with computation; else wait for each at once

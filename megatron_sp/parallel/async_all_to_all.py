@@ -1,4 +1,4 @@
-"""Differentiable exchange of shards that starts at one point of a model and is waited for at another, in forward and backward.
+"""Differentiable all-to-all that starts at one point of a model and is waited for at another, in forward and backward.
 
     forward    flight.launch(x) starts sending      ...other layers compute...            y = flight.land(token) waits
     backward   waits for its gradient               ...their gradients are computed...    starts sending the gradient back
@@ -18,12 +18,8 @@ from megatron_sp.comm.collectives import Handle, all_to_all_async
 from megatron_sp.comm.groups import Group
 
 
-class EarlyExchange:
-    """Exchange of equal parts, and later of their gradients.
-
-    Args:
-        group: the ranks that exchange.
-    """
+class AsyncAllToAll:
+    """All-to-all of equal parts, and later of their gradients."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -55,7 +51,7 @@ class EarlyExchange:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: EarlyExchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
         flight._there = flight.start(x)
         return x.new_empty(0)
@@ -68,7 +64,7 @@ class _Launch(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: EarlyExchange) -> Tensor:
+    def forward(ctx: Any, token: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
         handle, flight._there = flight._there, None
         return flight.end(handle)
