@@ -35,13 +35,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.attention_kernels import DenseCPU, KeptTensors, LseKernel, attend_with, by_head, same_widths
+from megatron_sp.ops.attention_pieces import (
+    AttentionPiece,
+    Stage,
+    pieces_of_documents,
+    pieces_of_lengths,
+    stage_of,
+    tiles_of,
+)
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
 from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn, varlen
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.partial_attention import Part, Stage, one_by_one, pieces_of_documents, pieces_of_lengths, stage_of
+from megatron_sp.ops.partial_attention import one_by_one
 from megatron_sp.ops.rotary import rotate_
-from megatron_sp.ops.tiled_attention import TiledAttention, band_mask, tiles_of
+from megatron_sp.ops.tiled_attention import TiledAttention, band_mask
 
 KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", "sdpa-fa4", "reference"]
 
@@ -260,10 +268,12 @@ def _settled(kernel: KernelName, mask: AttentionMask, k: Tensor) -> tuple[Kernel
 
 
 def _all_pairs(s_q: int, s_k: int, causal: bool, window: int | None = None) -> Stage:
-    return stage_of((Part(-1, 0, s_q, 0, s_k, "diagonal" if causal else "full"),), window)
+    return stage_of((AttentionPiece(-1, 0, s_q, 0, s_k, "diagonal" if causal else "full"),), window)
 
 
-def _pieces_of(q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName) -> tuple[tuple[Part, ...] | None, int]:
+def _pieces_of(
+    q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName
+) -> tuple[tuple[AttentionPiece, ...] | None, int]:
     """Return the pieces within which attention is computed, if the mask has several, and the columns of m per sequence."""
     if mask.documents is not None:
         return pieces_of_documents(mask.documents, mask.causal), q.shape[1] // len(mask.documents)
@@ -279,7 +289,7 @@ def _pieces_of(q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName) ->
     )
 
 
-def _are_documents(pieces: tuple[Part, ...], each: int, q: Tensor) -> bool:
+def _are_documents(pieces: tuple[AttentionPiece, ...], each: int, q: Tensor) -> bool:
     """Return whether pieces have as many keys as queries and cover every row."""
     cover = each * sum(piece.q_stop - piece.q_start for piece in pieces) == q.shape[0] * q.shape[1]
     return cover and all(piece.k_stop == piece.q_stop for piece in pieces)
@@ -316,7 +326,7 @@ def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, h
 
 
 def _by_piece(
-    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Part, ...], each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[AttentionPiece, ...], each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
     dropout_rows: Tensor | None, kept: KeptTensors | None,
 ) -> Tensor:  # fmt: skip
     """Compute attention within pieces only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
@@ -325,7 +335,7 @@ def _by_piece(
     if varlen_kernel is not None:
         return varlen(q, k, v, pieces, each, varlen_kernel)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, piece: Part) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece) -> Tensor:
         columns = slice(piece.sequence * each, (piece.sequence + 1) * each)
         rows = None if dropout_rows is None else dropout_rows[columns, :, piece.q_start : piece.q_stop]
         if causal and len(k) < len(q):  # the kernels put the last query at the last key: these are at the first one

@@ -28,8 +28,8 @@ from torch import Tensor
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.allocator import to_device
 from megatron_sp.ops.attention_kernels import Gradients, by_head, empty_gradients, same_widths
+from megatron_sp.ops.attention_pieces import AttentionPiece
 from megatron_sp.ops.flash_packages import FlashName, Lengths, Pairs
-from megatron_sp.ops.partial_attention import Part
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -154,7 +154,7 @@ class Packed:
     """A flash kernel on all documents of q [s, m, r, d], k and v [s, m, 1, d] at once; lse is [heads, tokens]."""
 
     kernel: FlashKernel
-    documents: tuple[Part, ...]  # their pieces, in order, which cover every row
+    documents: tuple[AttentionPiece, ...]  # their pieces, in order, which cover every row
     columns: int  # of m per sequence
     causal: bool
     window: int | None = None
@@ -183,7 +183,7 @@ class Packed:
 
 
 def varlen(
-    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], columns: int, kernel: Callable[..., Tensor]
+    q: Tensor, k: Tensor, v: Tensor, documents: tuple[AttentionPiece, ...], columns: int, kernel: Callable[..., Tensor]
 ) -> Tensor:
     """Compute the attention of all documents in one call of a GPU kernel that autograd differentiates.
 
@@ -200,7 +200,7 @@ def varlen(
 
 
 @lru_cache(maxsize=4)
-def lengths_of(documents: tuple[Part, ...], s: int, device: torch.device) -> Lengths:
+def lengths_of(documents: tuple[AttentionPiece, ...], s: int, device: torch.device) -> Lengths:
     """Return the lengths of documents as a kernel takes them, the same tensor for all layers, without waiting."""
     ends = torch.tensor([0, *(piece.sequence * s + piece.q_stop for piece in documents)], dtype=torch.int32)
     longest = max(piece.q_stop - piece.q_start for piece in documents)

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.allocator import to_device
+from megatron_sp.ops.attention_pieces import AttentionPiece, Run, Stage
 from megatron_sp.ops.flash_packages import Lengths, Pairs
 from megatron_sp.ops.gpu_kernels import CUDNN, FlashKernel
-from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Piece, Rows, Run, Stage
+from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Rows
 
 
 class _Mask(NamedTuple):
@@ -50,7 +51,7 @@ class _Call:
         mask: of all of them.
     """
 
-    def __init__(self, pieces: tuple[Piece, ...], mask: _Mask) -> None:
+    def __init__(self, pieces: tuple[AttentionPiece, ...], mask: _Mask) -> None:
         self.pieces, self.mask = pieces, mask
         self._known: dict[Hashable, Any] = {}
 
@@ -167,7 +168,7 @@ class DensePieces:
             d_q.x[queries].add_(of_q)
             gradients[keys].add_(torch.cat((of_k, of_v), 3).flatten(2))
 
-    def _kernel(self, piece: Piece) -> CUDNN:
+    def _kernel(self, piece: AttentionPiece) -> CUDNN:
         if piece.kind == "band":
             raise ValueError("cuDNN's kernel in pieces has no windows: use torch's flash kernel (sdpa)")
         return CUDNN(piece.kind == "diagonal", self.groups)
@@ -178,9 +179,9 @@ def _calls(stage: Stage) -> tuple[_Call, ...]:
     return found
 
 
-def calls_of(pieces: tuple[Piece, ...], window: int | None) -> tuple[_Call, ...]:
+def calls_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> tuple[_Call, ...]:
     """Return the kernel calls of a stage: pieces of one kind together, unless they share queries."""
-    groups: dict[tuple[bool, int, int], list[list[Piece]]] = {}
+    groups: dict[tuple[bool, int, int], list[list[AttentionPiece]]] = {}
     for piece in sorted(pieces, key=lambda p: (p.sequence, p.q_start)):
         left = right = -1
         if piece.kind == "band":

@@ -15,10 +15,8 @@ Sources: the merge is FlashAttention's (arXiv:2205.14135) between blocks, and Ri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -27,80 +25,12 @@ from torch import Tensor
 
 from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.attention_kernels import empty_gradients
+from megatron_sp.ops.attention_pieces import AttentionPiece, Stage, runs_of_equal
 from megatron_sp.ops.custom_backward import gradients_of
 
 Kind = Literal["full", "diagonal", "band"]
 Run = tuple[int, int]
-Attend = Callable[[Tensor, Tensor, Tensor, "Part"], Tensor]
-
-
-class Piece(Protocol):
-    """Some queries of a sequence with some keys, every one of which is seen by a query and sees a key (``parallel/context_plan.py``)."""
-
-    @property
-    def sequence(self) -> int:
-        """Index of the sequence; -1: all of them, which are alike."""
-
-    @property
-    def q_start(self) -> int:
-        """First row of the queries."""
-
-    @property
-    def q_stop(self) -> int:
-        """End of the rows of the queries."""
-
-    @property
-    def k_start(self) -> int:
-        """First row of the keys."""
-
-    @property
-    def k_stop(self) -> int:
-        """End of the rows of the keys."""
-
-    @property
-    def kind(self) -> Kind:
-        """full: all pairs; diagonal: query a sees keys up to a; band: query a sees key b if 0 <= a + offset - b < window."""
-
-    @property
-    def offset(self) -> int:
-        """Position of the first query less that of the first key; for a band."""
-
-
-class Part(NamedTuple):
-    """A ``Piece`` of our own making: part of another."""
-
-    sequence: int
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    kind: Kind
-    offset: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """All pieces of some queries against the keys of one rank. Every layer uses the same stages, so they keep what is derived from them.
-
-    Attributes:
-        pieces: in the order in which they are computed.
-        window: of the bands.
-        key_runs: for each sequence (one entry if all are alike) the positions of its keys, as runs in the order of the rows. For
-            dropout.
-        documents: for each sequence the ends of its documents, from whose beginning dropout counts keys; None: one document.
-    """
-
-    pieces: tuple[Piece, ...]
-    window: int | None = None
-    key_runs: tuple[tuple[Run, ...], ...] = ()
-    documents: tuple[tuple[int, ...], ...] | None = None
-    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returned when it was first asked for ``key``."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+Attend = Callable[[Tensor, Tensor, Tensor, "AttentionPiece"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -138,7 +68,7 @@ class Rows:
         middle = (self.x.shape[1] + 1) // 2
         return replace(self, x=self.x[:, middle:] if number else self.x[:, :middle])
 
-    def of_piece(self, piece: Piece, *, keys: bool) -> slice:
+    def of_piece(self, piece: AttentionPiece, *, keys: bool) -> slice:
         """Return where a piece's queries, or its keys, are."""
         start, stop = (piece.k_start, piece.k_stop) if keys else (piece.q_start, piece.q_stop)
         return self.slice(piece.sequence, start, stop - start)
@@ -192,47 +122,7 @@ class Columns:
         return found
 
 
-# the pieces of a mask in one process, in which no two share a query
-
-
-@lru_cache(maxsize=16)
-def pieces_of_documents(documents: tuple[tuple[int, ...], ...], causal: bool) -> tuple[Part, ...]:
-    """Return the pieces of packed documents, given the ends of the documents of each sequence."""
-    kind: Kind = "diagonal" if causal else "full"
-    return tuple(
-        Part(sequence, start, end, start, end, kind)
-        for sequence, ends in enumerate(documents) for start, end in zip((0, *ends), ends, strict=False)
-    )  # fmt: skip
-
-
-def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[Part, ...]:
-    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for a sequence of length 0.
-
-    A diagonal may so have more queries than keys.
-    """
-    kind: Kind = "diagonal" if causal else "full"
-    return tuple(Part(sequence, 0, s, 0, min(length, s), kind) for sequence, length in enumerate(lengths) if length > 0)
-
-
-@lru_cache(maxsize=16)
-def stage_of(pieces: tuple[Part, ...], window: int | None) -> Stage:
-    """Return the stage of these pieces, the same object for the same ones; with a window of diagonals as long as wide.
-
-    A diagonal longer than the window is one of its first ``window`` queries, which see all before them, and a band.
-    """
-    found = list[Part]()
-    for piece in pieces:
-        start = piece.q_start
-        first = piece.q_stop if window is None else min(piece.q_stop, start + window)
-        found.append(
-            piece if first == piece.q_stop else piece._replace(q_stop=first, k_stop=piece.k_start + first - start)
-        )
-        if window is not None and first < piece.q_stop:
-            found.append(piece._replace(q_start=first, k_start=piece.k_start + 1, kind="band", offset=window - 1))
-    return Stage(tuple(found), window)
-
-
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Part], each: int, attend: Attend) -> Tensor:
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece], each: int, attend: Attend) -> Tensor:
     """Compute attention with any kernel that autograd differentiates, one call per piece.
 
     Gradients are written straight to their places: slices under autograd would need a zero tensor of the full size for
@@ -253,7 +143,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Part], each: in
 class _OneByOne(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Part], each: int, attend: Attend, train: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece], each: int, attend: Attend, train: bool
     ) -> Tensor:  # fmt: skip
         out = empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         zero_outside(out, pieces, each, keys=False)
@@ -288,13 +178,13 @@ class _OneByOne(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def _place_of(piece: Part, each: int) -> tuple[slice, slice, slice]:
+def _place_of(piece: AttentionPiece, each: int) -> tuple[slice, slice, slice]:
     """Return (query rows, key rows, columns) of a piece."""
     columns = slice(piece.sequence * each, (piece.sequence + 1) * each)
     return slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop), columns
 
 
-def zero_outside(x: Tensor, pieces: Sequence[Piece], each: int, keys: bool) -> None:
+def zero_outside(x: Tensor, pieces: Sequence[AttentionPiece], each: int, keys: bool) -> None:
     """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at the first row of a sequence and leave no gaps.
 
     Args:
@@ -307,12 +197,6 @@ def zero_outside(x: Tensor, pieces: Sequence[Piece], each: int, keys: bool) -> N
     for sequence, end in enumerate(ends):
         if end < x.shape[0]:
             x[end:, sequence * each : (sequence + 1) * each].zero_()
-
-
-def runs_of_equal(counts: Sequence[int]) -> list[slice]:
-    """Return the runs of equal numbers."""
-    ends = [i + 1 for i in range(len(counts)) if i + 1 == len(counts) or counts[i] != counts[i + 1]]
-    return [slice(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
 class Places(Protocol):
@@ -351,7 +235,7 @@ class Partial:
 
 
 class PartialPart:
-    """Part of a ``Partial`` whose heads are uniform.
+    """AttentionPiece of a ``Partial`` whose heads are uniform.
 
     Args:
         out: [n, m, r, d_v].
@@ -383,7 +267,7 @@ class PartialPart:
         if is_last:
             self._mark(spans)
 
-    def add_rows(self, pieces: Sequence[Piece], rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+    def add_rows(self, pieces: Sequence[AttentionPiece], rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
         """Continue with the results of pieces that share no query, out [n, m, r, d_v] and lse [n, m, r]; ``rows``: where they belong."""
         spans = [(piece.sequence, piece.q_start, piece.q_stop) for piece in pieces]
         first = self._is_first(spans)
@@ -520,55 +404,3 @@ def can_halve(columns: Columns, kv: Rows) -> bool:
     """Return whether the halves of the heads are of about the same work: with one key/value head they are not."""
     widths = [rows.x.shape[1] for rows in columns.of_keys(kv)]
     return 3 * sum(width // 2 for width in widths) >= sum(widths)
-
-
-def each_key_once(stage: Stage) -> bool:
-    """Return whether each key is in one piece at most, so that its gradient is no sum."""
-    runs = sorted((piece.sequence, piece.k_start, piece.k_stop) for piece in stage.pieces if piece.kind != "band")
-    apart = all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(runs))
-    return apart and len(runs) == len(stage.pieces)  # the tiles of a band share keys
-
-
-# halves of a stage
-
-
-def halves(pieces: tuple[Piece, ...], window: int | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """Split the pieces into two parts of about the same work, the first ones and the rest; a large one is cut between two queries."""
-    work = [_pairs_of_rows(piece, window) for piece in pieces]
-    total, before = sum(int(pairs.sum()) for pairs in work), 0
-    for index, (piece, pairs) in enumerate(zip(pieces, work, strict=True)):
-        mine = int(pairs.sum())
-        if before + mine >= total / 2:
-            if mine <= total / 8 or len(pairs) == 1:  # small: not worth another call
-                return pieces[: index + 1], pieces[index + 1 :]
-            row = 1 + int(np.searchsorted(np.cumsum(pairs), total / 2 - before))
-            upper, lower = cut(piece, min(row, len(pairs) - 1))
-            return (*pieces[:index], *upper), (*lower, *pieces[index + 1 :])
-        before += mine
-    return pieces, ()
-
-
-def _pairs_of_rows(piece: Piece, window: int | None) -> np.ndarray:
-    """Return the number of keys that each query of a piece sees."""
-    rows, keys = np.arange(piece.q_stop - piece.q_start), piece.k_stop - piece.k_start
-    if piece.kind == "full":
-        return np.full(len(rows), keys)
-    if piece.kind == "diagonal":
-        return rows + 1
-    last = rows + piece.offset
-    assert window is not None, f"{piece} is a band, and the stage has no window"
-    return np.minimum(keys, last + 1) - np.maximum(0, last - window + 1)
-
-
-def cut(piece: Piece, row: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """Cut a piece before its query ``row``, counted from its first."""
-    sequence, at, k = piece.sequence, piece.q_start + row, piece.k_start
-    if piece.kind != "diagonal":
-        stop = (
-            min(piece.k_stop, k + row + piece.offset) if piece.kind == "band" else piece.k_stop
-        )  # keys that a query before sees
-        upper: Piece = Part(sequence, piece.q_start, at, k, stop, piece.kind, piece.offset)
-        return (upper,), (Part(sequence, at, piece.q_stop, k, piece.k_stop, piece.kind, piece.offset + row),)
-    upper = Part(sequence, piece.q_start, at, k, k + row, "diagonal")
-    below = Part(sequence, at, piece.q_stop, k, k + row, "full")
-    return (upper,), (below, Part(sequence, at, piece.q_stop, k + row, piece.k_stop, "diagonal"))

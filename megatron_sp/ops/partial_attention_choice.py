@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, torch_has_varlen
+from megatron_sp.ops.attention_pieces import AttentionPiece, Stage
 from megatron_sp.ops.flash_packages import FLASH_NAMES
 from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash, takes_cudnn
 from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces
-from megatron_sp.ops.partial_attention import Columns, Part, Partial, PieceKernel, Rows, Stage, attend, attend_backward
+from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, attend, attend_backward
 from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 
 
@@ -82,7 +83,7 @@ def example_in_pieces(name: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, 
     return [out, d_q, of_k, of_v]
 
 
-def _pieces(mask: AttentionMask, s: int, start: int, stop: int) -> Iterator[Part]:
+def _pieces(mask: AttentionMask, s: int, start: int, stop: int) -> Iterator[AttentionPiece]:
     """Yield the pieces of all queries with the keys from ``start`` to ``stop``, for a row whose sequences are alike."""
     ends = (0, *(mask.documents[0] if mask.documents else (s,)))
     for begin, end in pairwise(ends):
@@ -90,12 +91,14 @@ def _pieces(mask: AttentionMask, s: int, start: int, stop: int) -> Iterator[Part
         if first >= last:
             continue
         if not mask.causal:
-            yield Part(-1, begin, end, first - start, last - start, "full")
+            yield AttentionPiece(-1, begin, end, first - start, last - start, "full")
             continue
-        yield Part(-1, first, last, first - start, last - start, "diagonal" if mask.window is None else "band")
+        yield AttentionPiece(
+            -1, first, last, first - start, last - start, "diagonal" if mask.window is None else "band"
+        )
         if mask.window is None:
             if last < end:
-                yield Part(-1, last, end, first - start, last - start, "full")
+                yield AttentionPiece(-1, last, end, first - start, last - start, "full")
         elif (reach := min(end, last + mask.window - 1)) > last:
             seen = max(first, last - mask.window + 1)
-            yield Part(-1, last, reach, seen - start, last - start, "band", last - seen)
+            yield AttentionPiece(-1, last, reach, seen - start, last - start, "band", last - seen)

@@ -24,100 +24,12 @@ from torch import Tensor
 
 from megatron_sp.ops.allocator import blocks, empty, to_device
 from megatron_sp.ops.attention_kernels import Gradients, cpu_flash, cpu_flash_backward, empty_gradients
+from megatron_sp.ops.attention_pieces import Run, Stage, Tile, Tiles, batches_of, tiles_of
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.partial_attention import (
-    BackwardInputs,
-    Kind,
-    PartialPart,
-    Piece,
-    Rows,
-    Run,
-    Stage,
-    wide_dtype,
-    zero_outside,
-)
+from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Rows, wide_dtype, zero_outside
 from megatron_sp.utils.numbers import round_up, window_tile
 
 _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call costs less than the copies
-_FILL = 0.75  # the shortest diagonal of a batch, of the longest
-_SHORT = 8  # up to here all lengths share a batch: it is calls that cost
-
-
-# tiles
-
-
-class Tile(NamedTuple):
-    """A block of queries and keys for a kernel: rows from ``start`` on, keys from ``first_key`` on."""
-
-    sequence: int
-    start: int
-    queries: int
-    first_key: int
-    keys: int
-    kind: Kind
-    offset: int
-
-
-Tiles = tuple[Tile, ...]
-
-
-def tiles_of(pieces: tuple[Piece, ...], window: int | None) -> Tiles:
-    """Return the tiles of the pieces: a band is many, anything else is one."""
-    found: list[Tile] = []
-    for piece in pieces:
-        if piece.kind == "band":
-            assert window is not None, f"{piece} is a band, and the stage has no window"
-            found += _tiles_of_band(piece, window)
-        else:
-            queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-            found.append(Tile(piece.sequence, piece.q_start, queries, piece.k_start, keys, piece.kind, 0))
-    return tuple(found)
-
-
-def _tiles_of_band(piece: Piece, window: int) -> Iterator[Tile]:
-    """Yield a few queries of a band at a time, with the keys that they reach."""
-    size, queries, keys = window_tile(window), piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-    for start in range(0, queries, size):
-        n, at = min(size, queries - start), start + piece.offset
-        first, stop = max(0, at - window + 1), min(keys, at + n)
-        whole = at + n - window <= first and at >= stop - 1
-        offset = 0 if whole else at - first
-        yield Tile(
-            piece.sequence,
-            piece.q_start + start,
-            n,
-            piece.k_start + first,
-            stop - first,
-            "full" if whole else "band",
-            offset,
-        )
-
-
-def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
-    """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length.
-
-    Args:
-        bands: also the tiles of bands. They share keys, so that their copies side by side are larger than what is copied.
-    """
-    found: list[list[Tile]] = []
-    for tile in sorted(tiles, key=lambda t: (t.kind, -t.queries, -t.keys, t.offset, t.sequence, t.start)):
-        longest, last = (found[-1][0], found[-1][-1]) if found else (None, None)
-        together = False
-        if longest is not None and last is not None and longest.kind == tile.kind:
-            together = (longest.queries, longest.keys, longest.offset) == (tile.queries, tile.keys, tile.offset)
-            if tile.kind == "diagonal":
-                is_square = longest.queries == longest.keys and tile.queries == tile.keys
-                together = together or (
-                    is_square and (longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries)
-                )
-            elif last.sequence == tile.sequence and tile.start < last.start + last.queries:
-                together = False  # the results of a call are for rows of their own
-            together = together and (bands or tile.kind != "band")
-        if together:
-            found[-1].append(tile)
-        else:
-            found.append([tile])
-    return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True, eq=False)

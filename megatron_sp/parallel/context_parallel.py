@@ -34,17 +34,15 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.allocator import empty
+from megatron_sp.ops.attention_pieces import Stage, each_key_once, halves
 from megatron_sp.ops.partial_attention import (
     Columns,
     Partial,
     PieceKernel,
     Rows,
-    Stage,
     attend,
     attend_backward,
     can_halve,
-    each_key_once,
-    halves,
     wide_dtype,
 )
 from megatron_sp.parallel.context_plan import ContextPlan, Run

@@ -25,13 +25,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from megatron_sp.ops.attention_pieces import AttentionPiece, Kind
 from megatron_sp.parallel.heads import deal
 from megatron_sp.parallel.load_balancing import deal_chunks, spread_over
 from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
-
-PieceKind = Literal["full", "diagonal", "band"]
 
 _CHUNKS_TRIED = (1, 2, 4, 8, 16)
 _CHUNKS_IN_ALL = 512  # with more, dealing takes longer than it saves
@@ -39,28 +38,6 @@ _MARGIN = 0.02  # more chunks are more pieces, and more rows sent: taken only if
 # What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element, F FLOP/s, r query
 # heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600 over 400 Gbit/s: one for all between
 _PAIRS_PER_ROW = 1024
-
-
-class Piece(NamedTuple):
-    """Queries of rank i and keys of rank j whose attention is one kernel call.
-
-    Attributes:
-        q_start, q_stop: rows of L_i.
-        k_start, k_stop: rows of L_i if j is i; else rows of the message, that is of ``rows(i, j)`` of this sequence
-            laid one run after another.
-    """
-
-    sequence: int  # index in the micro-batch; -1 for all its sequences, which are alike
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    # "full": every query sees every key. "diagonal": as many queries as keys, query a sees keys up to a. "band": a
-    # query sees keys at a distance of 0 to ``window`` - 1 positions.
-    kind: PieceKind
-    # for a band, the position of its first query less that of its first key; else 0. The positions of a band's keys are
-    # consecutive, and those of the queries but for a diagonal, which has all that a rank has of a document.
-    offset: int
 
 
 class _Span(NamedTuple):
@@ -303,7 +280,7 @@ class ContextPlan:
         self._index = _index_of(mask)
         self._parts_of: dict[tuple[int, int, bool], list[_Part]] = {}
         self._rows: dict[tuple[int, int], tuple[Runs, ...]] = {}
-        self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
+        self._pieces: dict[tuple[int, int], tuple[AttentionPiece, ...]] = {}
         self._checked: set[int] = set()
 
     def rows(self, i: int, j: int) -> tuple[Runs, ...]:
@@ -372,7 +349,7 @@ class ContextPlan:
         of_ring = self.mask.sequences * self.mask.length * (self.cp_size - 1) / self.cp_size
         return rows / of_ring if of_ring else 0.0
 
-    def pieces(self, i: int, j: int) -> tuple[Piece, ...]:
+    def pieces(self, i: int, j: int) -> tuple[AttentionPiece, ...]:
         """Return the pieces of rank i's queries with rank j's keys: by sequence, then by queries, then by keys.
 
         Every pair that the mask allows is in exactly one piece, and no other pair is; every query of a piece sees a key
@@ -403,7 +380,7 @@ class ContextPlan:
                 )
             self._checked.add(i)
 
-    def _pairs(self, piece: Piece) -> int:
+    def _pairs(self, piece: AttentionPiece) -> int:
         queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
         if piece.kind == "full":
             return queries * keys
@@ -431,13 +408,13 @@ class ContextPlan:
             ]
         return self._parts_of[i, sequence, outside]
 
-    def _pieces_of_sequence(self, i: int, j: int, sequence: int) -> Iterator[Piece]:
+    def _pieces_of_sequence(self, i: int, j: int, sequence: int) -> Iterator[AttentionPiece]:
         own, name = i == j, -1 if self.alike else sequence
         queries, held = self._numberings[i], self._numberings_of_keys[j]
         row_of_key: Callable[[int], int] = (held if own else _Numbering(self.rows(i, j)[sequence])).row
         window = self.mask.window
         diagonal: tuple[
-            Piece, ...
+            AttentionPiece, ...
         ] = ()  # of the queries of a document so far: those with the keys of earlier slices, then the triangle
         for part in self._parts(i, sequence, not own):
             first = queries.row(part.q_start)
@@ -453,8 +430,8 @@ class ContextPlan:
                 diagonal, at = (), row_of_key(part.q_start)
                 if any(held.within(part.k_start, part.q_start)):
                     start = row_of_key(next(held.within(part.k_start, part.q_start))[0])
-                    diagonal = (Piece(name, first, last, start, at, "full", 0),)
-                diagonal = (*diagonal, Piece(name, first, last, at, at + last - first, "diagonal", 0))
+                    diagonal = (AttentionPiece(name, first, last, start, at, "full", 0),)
+                diagonal = (*diagonal, AttentionPiece(name, first, last, at, at + last - first, "diagonal", 0))
                 continue
             yield from diagonal
             diagonal = ()
@@ -466,13 +443,15 @@ class ContextPlan:
                 start, stop = keys.pop(0)
                 k = row_of_key(start)
                 rows = min(part.q_stop, stop - 1 + window) - part.q_start  # those that see its last key
-                yield Piece(name, first, first + rows, k, k + stop - start, "band", part.q_start - start)
+                yield AttentionPiece(name, first, first + rows, k, k + stop - start, "band", part.q_start - start)
             if keys:
-                yield Piece(name, first, last, row_of_key(keys[0][0]), row_of_key(keys[-1][1] - 1) + 1, "full", 0)
+                yield AttentionPiece(
+                    name, first, last, row_of_key(keys[0][0]), row_of_key(keys[-1][1] - 1) + 1, "full", 0
+                )
             if own and self.mask.causal and part.k_stop == part.q_stop:
                 at = row_of_key(part.q_start)
-                kind: PieceKind = "diagonal" if window is None or last - first <= window else "band"
-                yield Piece(name, first, last, at, at + last - first, kind, 0)
+                kind: Kind = "diagonal" if window is None or last - first <= window else "band"
+                yield AttentionPiece(name, first, last, at, at + last - first, kind, 0)
         yield from diagonal
 
 

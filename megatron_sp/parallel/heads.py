@@ -38,7 +38,7 @@ class Section(NamedTuple):
 
 
 class Sections(NamedTuple):
-    """What a projection makes, on one tp rank. Queries and keys are of one width, values may be of another."""
+    """Heads that a projection makes on one tp rank; queries and keys are of one width, values may be of another."""
 
     q: Section
     k: Section

@@ -22,7 +22,7 @@ from megatron_sp.parallel.heads import Message
 from megatron_sp.parallel.linear import multiply, project_back, rows_of
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
-Piece = tuple[slice, Tensor]
+HeadColumns = tuple[slice, Tensor]
 """Columns of [tokens, n*d], and what is in them."""
 
 
@@ -100,13 +100,13 @@ def project_back_to_ranks(grad: Tensor, weight: Tensor, columns: list[slice], ou
 
 
 def project_pieces(
-    pieces: Iterator[Piece],
+    pieces: Iterator[HeadColumns],
     proj: tuple[Tensor, Tensor | None],
     residual: Tensor | None,
     tp: TensorParallel,
     *,
     batch: int,
-) -> tuple[Tensor, list[Piece]]:
+) -> tuple[Tensor, list[HeadColumns]]:
     """Compute leave(sum of piece @ weight[:, columns].T) + bias + residual; return it with the pieces, which backward needs.
 
     Args:
@@ -133,7 +133,7 @@ def project_pieces(
 
 
 def put_grad_of_columns(
-    main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]
+    main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[HeadColumns]
 ) -> Tensor | None:
     """Compute the weight gradient of ``project_pieces``, grad.T @ piece in each piece's columns; None if it is in the main_grad."""
     if len(pieces) == 1:
@@ -146,7 +146,7 @@ def put_grad_of_columns(
 
 
 def _put_grad_of_columns_now(
-    main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]
+    main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[HeadColumns]
 ) -> Tensor | None:
     reserved = main_grad.reserve(weight) if main_grad is not None else None
     view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved

@@ -44,7 +44,13 @@ from megatron_sp.parallel.attention_core import Call, Core, Graph, Shared, atten
 from megatron_sp.parallel.heads import HeadChunk, Message
 from megatron_sp.parallel.linear import projected, projected_by
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
-from megatron_sp.parallel.split_projection import Piece, project_back_to_ranks, project_to_ranks, take, take_of_ranks
+from megatron_sp.parallel.split_projection import (
+    HeadColumns,
+    project_back_to_ranks,
+    project_to_ranks,
+    take,
+    take_of_ranks,
+)
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 _FEW = 4  # pieces, up to which a product for each is cheaper than putting them side by side
@@ -233,7 +239,7 @@ class HeadsPass:
         padded[self.plan.seq_length :].zero_()
         return padded.view(-1)
 
-    def outputs(self, going: list[Handle]) -> Iterator[Piece]:
+    def outputs(self, going: list[Handle]) -> Iterator[HeadColumns]:
         """Yield (columns of [tokens, n*d_v], contents of those columns) of the attention's output as it arrives.
 
         A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are
@@ -266,7 +272,7 @@ class HeadsPass:
     def _columns(self, queries: range) -> slice:
         return slice(queries.start * self.plan.v_width, queries.stop * self.plan.v_width)
 
-    def _pieces(self, heads: list[tuple[range, HeadChunk]], going: list[Handle]) -> Iterator[Piece]:
+    def _pieces(self, heads: list[tuple[range, HeadChunk]], going: list[Handle]) -> Iterator[HeadColumns]:
         # the columns that each chunk has of each rank with queries, as the chunks arrive
         handles, current, at, arrived = iter(going), None, 0, torch.empty(0)
         for queries, chunk in heads:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask
-from megatron_sp.ops.partial_attention import BackwardInputs, Columns, Partial, Rows, Stage, attend, attend_backward, halves, wide_dtype
+from megatron_sp.ops.attention_pieces import Stage, halves
+from megatron_sp.ops.partial_attention import BackwardInputs, Columns, Partial, Rows, attend, attend_backward, wide_dtype
 from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 from megatron_sp.parallel import all_to_all, context_parallel
 from megatron_sp.parallel.context_parallel import ContextAttention, _Message, context_attention

@@ -65,8 +65,8 @@ SUITES = {
     ),
     "context": Suite(
         (
-            "ops/partial_attention.py", "ops/tiled_attention.py", "ops/gpu_partial_attention.py", "parallel/context_parallel.py",
-            "parallel/context_plan.py",
+            "ops/attention_pieces.py", "ops/partial_attention.py", "ops/tiled_attention.py", "ops/gpu_partial_attention.py",
+            "parallel/context_parallel.py", "parallel/context_plan.py",
         ),
         (
             "tests/unit/ops/test_partial_attention.py", "tests/unit/ops/test_gpu_partial_attention.py",

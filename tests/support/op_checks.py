@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import allocator
-from megatron_sp.ops.partial_attention import Piece, stage_of
+from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
+from megatron_sp.ops.attention_pieces import stage_of
 
 Inputs = dict[str, Tensor]
 

@@ -14,13 +14,13 @@ from support.op_checks import gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import tiled_attention
+from megatron_sp.ops import attention_pieces, tiled_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, cut_qkv, head_row_keys, join_qkv, split_qkv
 from megatron_sp.ops.attention_kernels import DenseCPU
+from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
+from megatron_sp.ops.attention_pieces import stage_of, tiles_of
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
-from megatron_sp.ops.partial_attention import Part, stage_of
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
-from megatron_sp.ops.tiled_attention import tiles_of
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
@@ -106,7 +106,8 @@ def test_fewer_or_more_queries_than_keys(s_q: int, s_k: int, causal: bool, kerne
 @pytest.fixture
 def narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several tiles of a window that is longer than one of them."""
-    monkeypatch.setattr(tiled_attention, "window_tile", lambda window: min(window, 4))
+    for module in (attention_pieces, tiled_attention):
+        monkeypatch.setattr(module, "window_tile", lambda window: min(window, 4))
     stage_of.cache_clear()  # stages keep their tiles
     tiled_attention._whole_band.cache_clear()
     yield
@@ -177,7 +178,7 @@ def test_a_window_of_a_realistic_size_in_fp32_and_with_tiles_as_they_are() -> No
 def test_a_window_costs_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "_allowed", lambda *args: pytest.fail("a mask of all pairs was made"))
     attention(randn(300, 1, 3 * D), 1, D, AttentionMask(window=100))
-    tiles = tiles_of(stage_of((Part(-1, 0, 300, 0, 300, "diagonal"),), 100).pieces, 100)
+    tiles = tiles_of(stage_of((Piece(-1, 0, 300, 0, 300, "diagonal"),), 100).pieces, 100)
     assert [(t.start, t.queries, t.first_key, t.keys, t.kind) for t in tiles] == [
         (0, 100, 0, 100, "diagonal"),
         (100, 64, 1, 163, "band"),

@@ -29,9 +29,9 @@ from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops import flash_packages, gpu_kernels
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, keeps_results, why_repeated
 from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
+from megatron_sp.ops.attention_pieces import pieces_of_documents
 from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName, Lengths, Pairs, lse_lack
 from megatron_sp.ops.gpu_kernels import CUDNN, Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn
-from megatron_sp.ops.partial_attention import pieces_of_documents
 
 __all__ = ["install_flash"]
 ALL = {"flash2": FLASH2, "flash3": FLASH3, "flash4": FLASH4}

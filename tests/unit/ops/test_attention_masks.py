@@ -15,10 +15,11 @@ from support.op_checks import in_blocks, pairs_of, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import flash_packages, gpu_kernels, tiled_attention
+from megatron_sp.ops import attention_pieces, flash_packages, gpu_kernels, tiled_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, lse_kernel, split_qkv
-from megatron_sp.ops.partial_attention import Part, pieces_of_documents, pieces_of_lengths, stage_of
-from megatron_sp.ops.tiled_attention import TiledAttention, batches_of, tiles_of
+from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
+from megatron_sp.ops.attention_pieces import batches_of, pieces_of_documents, pieces_of_lengths, stage_of, tiles_of
+from megatron_sp.ops.tiled_attention import TiledAttention
 from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.forward_context import micro_batch_context
 from megatron_sp.parallel.row_mask import RowMask
@@ -83,7 +84,8 @@ def test_each_document_is_as_if_alone(kernel: KernelName, causal: bool, r: int, 
 @pytest.mark.parametrize("window", [1, 4, 6, 19, 29])
 def test_windows_within_documents(kernel: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents are longer than a tile, and their keys get gradients from several."""
-    monkeypatch.setattr(tiled_attention, "window_tile", lambda window: min(window, 5))
+    for module in (attention_pieces, tiled_attention):
+        monkeypatch.setattr(module, "window_tile", lambda window: min(window, 5))
     tiled_attention._whole_band.cache_clear()
     monkeypatch.setattr(attention_module, "_HAS_CPU_FLASH", kernel == "sdpa")
     qkv, q, k, v = inputs(30, 6, 2)
@@ -265,7 +267,7 @@ def test_what_shares_a_batch() -> None:
 def test_one_process_sees_the_pairs_that_the_ranks_of_context_parallelism_do(mask: AttentionMask, row: RowMask) -> None:
     q, k, v = inputs(30, 6, 2)[1:]
     kernel = lse_kernel(q, k, v, mask, "sdpa")
-    found = kernel.stage.pieces if isinstance(kernel, TiledAttention) else (Part(-1, 0, 30, 0, 30, "diagonal" if mask.causal else "full"),)
+    found = kernel.stage.pieces if isinstance(kernel, TiledAttention) else (Piece(-1, 0, 30, 0, 30, "diagonal" if mask.causal else "full"),)
     plan = plan_context(row, cut_row(row, 1))
     want = pairs_of(plan.pieces(0, 0), 30, row.window, row.sequences)
     assert torch.equal(pairs_of(found, 30, row.window, row.sequences), want) and want.max() == 1

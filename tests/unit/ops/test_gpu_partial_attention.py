@@ -16,10 +16,12 @@ from test_attention_kernels import UNDER_FLASH2, UNDER_FLASH4, torchs
 from torch import Tensor
 
 from megatron_sp.ops.attention import AttentionMask, core_attention
+from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
+from megatron_sp.ops.attention_pieces import Stage, halves
 from megatron_sp.ops.flash_packages import FLASH_NAMES, Lengths, Pairs
 from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash
 from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces, calls_of
-from megatron_sp.ops.partial_attention import Columns, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
+from megatron_sp.ops.partial_attention import Columns, Partial, Rows, attend, attend_backward
 from megatron_sp.ops.partial_attention_choice import example_in_pieces
 from megatron_sp.ops.tiled_attention import CPUFlash
 from megatron_sp.parallel.context_plan import cut_row, plan_context
@@ -215,7 +217,7 @@ def test_a_stage_is_one_call_and_the_own_one_two_whatever_the_number_of_document
 
 def test_a_share_of_one_run_reaches_the_kernel_without_a_copy(kernel: StandIn) -> None:
     q, kv = randn(12, 2, 3, D), randn(12, 2, 2, D)
-    pieces: tuple[Piece, ...] = (Part(-1, 0, 5, 0, 5, "diagonal"), Part(-1, 5, 12, 5, 12, "diagonal"), Part(-1, 5, 12, 0, 5, "full"))
+    pieces: tuple[Piece, ...] = (Piece(-1, 0, 5, 0, 5, "diagonal"), Piece(-1, 5, 12, 5, 12, "diagonal"), Piece(-1, 5, 12, 0, 5, "full"))
     attend(FlashPieces(kernel), Stage(pieces), q, Rows.interleaved(kv, 1), Partial(q, Columns(1, True)), Columns(1, True))
     assert kernel.storages == {q.untyped_storage().data_ptr(), kv.untyped_storage().data_ptr()} and len(kernel.calls) == 2
 
@@ -223,8 +225,8 @@ def test_a_share_of_one_run_reaches_the_kernel_without_a_copy(kernel: StandIn) -
 def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) -> None:
     """Three pieces with overlapping keys in one call, of two sequences that lie between one another."""
     pieces: tuple[Piece, ...] = (
-        Part(0, 0, 3, 0, 6, "full"), Part(0, 3, 6, 2, 9, "full"), Part(0, 6, 9, 6, 12, "full"), Part(1, 0, 4, 0, 6, "full"),
-        Part(1, 5, 9, 5, 7, "full"),
+        Piece(0, 0, 3, 0, 6, "full"), Piece(0, 3, 6, 2, 9, "full"), Piece(0, 6, 9, 6, 12, "full"), Piece(1, 0, 4, 0, 6, "full"),
+        Piece(1, 5, 9, 5, 7, "full"),
     )  # fmt: skip
     assert len(calls_of(pieces, None)) == 1
     tensors = randn(12, 4, 2, D), randn(12, 4, 2, D, seed=1)
@@ -240,22 +242,22 @@ def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) 
 
 
 def test_pieces_that_share_queries_share_no_call() -> None:
-    bands: tuple[Piece, ...] = (Part(0, 0, 10, 0, 5, "band", 7), Part(0, 5, 15, 5, 10, "band", 7), Part(1, 5, 15, 5, 10, "band", 7))
+    bands: tuple[Piece, ...] = (Piece(0, 0, 10, 0, 5, "band", 7), Piece(0, 5, 15, 5, 10, "band", 7), Piece(1, 5, 15, 5, 10, "band", 7))
     assert [[piece.sequence for piece in call.pieces] for call in calls_of(bands, 20)] == [[0], [0, 1]]
 
 
 def test_a_band_with_keys_that_no_query_sees_is_refused() -> None:
     with pytest.raises(AssertionError, match="has keys that no query sees, or queries without keys"):
-        calls_of((Part(0, 0, 4, 0, 9, "band", 2),), 3)
+        calls_of((Piece(0, 0, 4, 0, 9, "band", 2),), 3)
     with pytest.raises(AssertionError, match="has keys that no query sees, or queries without keys"):
-        calls_of((Part(0, 0, 4, 0, 3, "band", 3),), 4)  # the last query is four positions behind the last key
+        calls_of((Piece(0, 0, 4, 0, 3, "band", 3),), 4)  # the last query is four positions behind the last key
 
 
 @pytest.mark.parametrize("kind, left, right", [("full", -1, -1), ("diagonal", -1, -1), ("band", 3, 0)])
 def test_torchs_kernel_takes_what_it_is_called_with(kind: Any, left: int, right: int) -> None:
     """As far as torch's description of its results goes, which is all that there is without a GPU."""
     q, kv = torch.empty(9, 2, 3, D, dtype=torch.bfloat16, device="meta"), torch.empty(9, 2, 2, D, dtype=torch.bfloat16, device="meta")
-    (call,) = calls_of((Part(-1, 0, 4, 0, 4, kind), Part(-1, 4, 9, 4, 9, kind)), 4)
+    (call,) = calls_of((Piece(-1, 0, 4, 0, 4, kind), Piece(-1, 4, 9, 4, 9, kind)), 4)
     assert call.mask == (kind == "diagonal", left, right)
     pairs, torchs = call.pairs(q.device), TorchFlash()
     out, lse = torchs.forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], pairs)

@@ -14,9 +14,11 @@ from torch import Tensor
 from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.attention_kernels import KeptTensors
+from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
+from megatron_sp.ops.attention_pieces import Stage, Tile
 from megatron_sp.ops.gpu_kernels import CUDNN
 from megatron_sp.ops.gpu_partial_attention import DensePieces
-from megatron_sp.ops.partial_attention import Columns, Part, Partial, PieceKernel, Rows, Stage, attend, attend_backward
+from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, attend, attend_backward
 from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 
 __all__ = ["in_blocks"]
@@ -109,7 +111,7 @@ class OneCall(CUDNN):
         return [x.permute(2, 0, 1, 3) for x in (of_q, of_k.sum(1, keepdim=True), of_v.sum(1, keepdim=True))]
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        from megatron_sp.ops.tiled_attention import Tile, _Block
+        from megatron_sp.ops.tiled_attention import _Block
 
         tile = Tile(-1, 0, len(q), 0, len(k), "diagonal" if self.causal else "full", 0)
         return _Block(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), tile, 0, None)
@@ -127,7 +129,7 @@ def test_keys_that_come_in_two_parts(kernel: PieceKernel, counts: tuple[int, ...
     r, m, groups = (3, M, M) if counts is None else (1, 10, 6)
     q, kv, d_out = randn(S, m, r, D), randn(S, groups, D + d_v, seed=1), randn(S, m, r, d_v, seed=3)
     columns, half = Columns(2, True, counts), S // 2
-    parts = (Part(-1, 0, half, 0, half, "diagonal"), Part(-1, half, S, 0, half, "full")), (Part(-1, half, S, 0, half, "diagonal"),)
+    parts = ((Piece(-1, 0, half, 0, half, "diagonal"), Piece(-1, half, S, 0, half, "full")), (Piece(-1, half, S, 0, half, "diagonal"),))
     so_far, d_q, d_kv = Partial(q, columns, d_v), torch.zeros_like(q), torch.zeros_like(kv)
     stages = [(Stage(pieces), slice(at, at + half)) for pieces, at in zip(parts, (0, half), strict=True)]
     for stage, rows in stages:

@@ -14,26 +14,13 @@ from torch import Tensor
 
 from megatron_sp.ops import availability, partial_attention_choice, tiled_attention
 from megatron_sp.ops.attention import AttentionMask, core_attention
+from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
+from megatron_sp.ops.attention_pieces import Stage, batches_of, cut, each_key_once, halves, tiles_of
 from megatron_sp.ops.gpu_kernels import CUDNN, PackageFlash, TorchFlash
 from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces
-from megatron_sp.ops.partial_attention import (
-    Columns,
-    Part,
-    Partial,
-    Piece,
-    PieceKernel,
-    Rows,
-    Stage,
-    attend,
-    attend_backward,
-    cut,
-    each_key_once,
-    halves,
-    merge_,
-    wide_dtype,
-)
+from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, attend, attend_backward, merge_, wide_dtype
 from megatron_sp.ops.partial_attention_choice import piece_kernel
-from megatron_sp.ops.tiled_attention import CPUFlash, Reference, batches_of, tiles_of
+from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 
 __all__ = ["in_blocks"]
 D = 4
@@ -91,9 +78,9 @@ def assert_same(found: dict[str, Tensor], want: dict[str, Tensor], tolerance: fl
 S = 23
 # diagonals of three lengths, one twice; full ones that see the same keys; bands; queries 17 to 19 see nothing, keys 14 to 16 nobody
 MIXED: tuple[Piece, ...] = (
-    Part(0, 0, 5, 0, 5, "diagonal"), Part(0, 5, 9, 5, 9, "diagonal"), Part(0, 9, 14, 9, 14, "diagonal"),
-    Part(0, 5, 9, 0, 5, "full"), Part(0, 9, 14, 0, 9, "full"), Part(0, 20, 23, 0, 4, "full"),
-    Part(0, 14, 17, 10, 13, "band", 3), Part(0, 20, 23, 17, 23, "band", 3),
+    Piece(0, 0, 5, 0, 5, "diagonal"), Piece(0, 5, 9, 5, 9, "diagonal"), Piece(0, 9, 14, 9, 14, "diagonal"),
+    Piece(0, 5, 9, 0, 5, "full"), Piece(0, 9, 14, 0, 9, "full"), Piece(0, 20, 23, 0, 4, "full"),
+    Piece(0, 14, 17, 10, 13, "band", 3), Piece(0, 20, 23, 17, 23, "band", 3),
 )  # fmt: skip
 MIXED_WINDOW = 4
 
@@ -119,10 +106,10 @@ def test_sequences_differ_and_heads_are_uneven(kernel: PieceKernel, alike: bool,
     m, r = (b * groups, 2) if counts is None else (b * sum(counts), 1)
     q, kv, d_out = randn(S, m, r, D), randn(S, b * groups, 2, D, seed=1), randn(S, m, r, D, seed=2)
     if alike:
-        pieces: tuple[Piece, ...] = tuple(Part(-1, *piece[1:]) for piece in MIXED)  # type: ignore[index]
+        pieces: tuple[Piece, ...] = tuple(Piece(-1, *piece[1:]) for piece in MIXED)  # type: ignore[index]
         seen = pairs_of(pieces, S, MIXED_WINDOW).expand(b, -1, -1).bool()
     else:
-        pieces = (*MIXED, Part(1, 0, S, 3, 7, "full"), Part(1, 7, 15, 7, 15, "diagonal"))
+        pieces = (*MIXED, Piece(1, 0, S, 3, 7, "full"), Piece(1, 7, 15, 7, 15, "diagonal"))
         seen = pairs_of(pieces, S, MIXED_WINDOW, b).bool()
     found = by_pieces(kernel, [Stage(pieces, MIXED_WINDOW)], q, kv, d_out, Columns(b, alike, counts))
     full = kv if counts is None else kv.view(S, b, groups, 2, D).repeat_interleave(torch.tensor(counts), dim=2).flatten(1, 2)
@@ -138,11 +125,11 @@ def test_large_pieces_and_windows(kernel: PieceKernel, in_blocks: bool) -> None:
     s, window = 700, 300
     q, kv, d_out = randn(s, 2, 1, D), randn(s, 2, 2, D, seed=1), randn(s, 2, 1, D, seed=2)
     causal: tuple[Piece, ...] = (
-        Part(-1, 0, 400, 0, 400, "diagonal"),
-        Part(-1, 400, s, 0, 400, "full"),
-        Part(-1, 400, s, 400, s, "diagonal"),
+        Piece(-1, 0, 400, 0, 400, "diagonal"),
+        Piece(-1, 400, s, 0, 400, "full"),
+        Piece(-1, 400, s, 400, s, "diagonal"),
     )
-    bands: tuple[Piece, ...] = (Part(-1, 0, s, 0, s, "band"),)
+    bands: tuple[Piece, ...] = (Piece(-1, 0, s, 0, s, "band"),)
     for pieces in (causal, bands):
         seen = pairs_of(pieces, s, window).bool()
         found = by_pieces(kernel, [Stage(pieces, window)], q, kv, d_out, Columns(1, True))
@@ -157,10 +144,10 @@ def test_every_band_is_cut_into_tiles_in_which_every_query_sees_a_key_and_no_key
         rows = [a for a in range(queries) if max(0, a + offset - window + 1) <= min(keys - 1, a + offset)]
         seen = [b for b in range(keys) if any(0 <= a + offset - b < window for a in rows)]
         # as a plan trims it
-        piece = Part(0, rows[0], rows[-1] + 1, seen[0], seen[-1] + 1, "band", offset + rows[0] - seen[0])
+        piece = Piece(0, rows[0], rows[-1] + 1, seen[0], seen[-1] + 1, "band", offset + rows[0] - seen[0])
         pairs = pairs_of((piece,), 400, window)
         tiles = tiles_of((piece,), window)
-        parts = tuple(Part(0, t.start, t.start + t.queries, t.first_key, t.first_key + t.keys, t.kind, t.offset) for t in tiles)
+        parts = tuple(Piece(0, t.start, t.start + t.queries, t.first_key, t.first_key + t.keys, t.kind, t.offset) for t in tiles)
         assert torch.equal(pairs_of(parts, 400, window), pairs)
         assert all(t.queries <= 256 and t.keys <= window + t.queries for t in tiles)
         for part in parts:
@@ -170,11 +157,11 @@ def test_every_band_is_cut_into_tiles_in_which_every_query_sees_a_key_and_no_key
 
 
 def test_small_tiles_share_calls_and_no_query_is_twice_in_one() -> None:
-    documents: tuple[Piece, ...] = tuple(Part(0, 3 * i, 3 * i + 3, 3 * i, 3 * i + 3, "diagonal") for i in range(50))
+    documents: tuple[Piece, ...] = tuple(Piece(0, 3 * i, 3 * i + 3, 3 * i, 3 * i + 3, "diagonal") for i in range(50))
     assert [len(batch) for batch in batches_of(tiles_of(documents, None))] == [50]
-    lengths: tuple[Piece, ...] = tuple(Part(0, 0, n, 0, n, "diagonal") for n in (100, 90, 70, 60, 8, 1, 5))
+    lengths: tuple[Piece, ...] = tuple(Piece(0, 0, n, 0, n, "diagonal") for n in (100, 90, 70, 60, 8, 1, 5))
     assert [[t.queries for t in batch] for batch in batches_of(tiles_of(lengths, None))] == [[100, 90], [70, 60], [8, 5, 1]]
-    bands: tuple[Piece, ...] = (Part(0, 0, 10, 0, 5, "band", 7), Part(0, 5, 15, 5, 10, "band", 7), Part(1, 5, 15, 5, 10, "band", 7))
+    bands: tuple[Piece, ...] = (Piece(0, 0, 10, 0, 5, "band", 7), Piece(0, 5, 15, 5, 10, "band", 7), Piece(1, 5, 15, 5, 10, "band", 7))
     assert [len(batch) for batch in batches_of(tiles_of(bands, 10))] == [1, 2]
 
 
@@ -206,7 +193,7 @@ def test_scores_200_apart() -> None:
     q = torch.ones(s, 1, 1, D, dtype=torch.float64)
     kv[4:8, :, 0] += 100.0
     kv[8:, :, 0] -= 100.0
-    pieces: tuple[Piece, ...] = tuple(Part(-1, 0, s, at, at + 4, "full") for at in (0, 4, 8))
+    pieces: tuple[Piece, ...] = tuple(Piece(-1, 0, s, at, at + 4, "full") for at in (0, 4, 8))
     seen = torch.ones(1, s, s, dtype=torch.bool)
     for kernel in KERNELS:
         for dtype, tolerance in ((torch.float64, FP64), (torch.float32, 1e-4)):
@@ -219,7 +206,7 @@ def test_rows_of_one_piece_have_the_bits_of_one_call() -> None:
         q, kv = randn(S, 2, 3, D, dtype=dtype), randn(S, 2, 2, D, dtype=dtype, seed=1)
         for kernel, name in zip(KERNELS, ("sdpa", "reference"), strict=True):
             so_far, columns = Partial(q, Columns(1, True)), Columns(1, True)
-            for piece in (Part(-1, 0, 11, 0, 11, "diagonal"), Part(-1, 11, S, 0, 11, "full"), Part(-1, 11, S, 11, S, "diagonal")):
+            for piece in (Piece(-1, 0, 11, 0, 11, "diagonal"), Piece(-1, 11, S, 0, 11, "full"), Piece(-1, 11, S, 11, S, "diagonal")):
                 attend(kernel, Stage((piece,)), q, Rows.interleaved(kv, 1), so_far, columns)
             alone = core_attention(q[:11], kv[:11, :, :1], kv[:11, :, 1:], AttentionMask(), kernel=name)  # type: ignore[arg-type]
             assert torch.equal(so_far.out.to(dtype)[:11], alone)
@@ -233,8 +220,8 @@ def test_in_16_bits_the_error_is_that_of_one_call() -> None:
     want = in_full(*(x.double() for x in half), torch.ones(s, s, dtype=torch.bool).tril()[None])
     edges = [s * i // n for i in range(n + 1)]
     chunks = list(pairwise(edges))
-    stages = [Stage((Part(-1, a, b, a, b, "diagonal"),)) for a, b in chunks]
-    stages += [Stage((Part(-1, b, s, a, b, "full"),)) for a, b in chunks if b < s]
+    stages = [Stage((Piece(-1, a, b, a, b, "diagonal"),)) for a, b in chunks]
+    stages += [Stage((Piece(-1, b, s, a, b, "full"),)) for a, b in chunks if b < s]
     found = by_pieces(CPUFlash(), stages, *half, Columns(1, True))
     q, k, v = half[0].requires_grad_(), half[1][:, :, :1].clone().requires_grad_(), half[1][:, :, 1:].clone().requires_grad_()
     out = core_attention(q, k, v, AttentionMask(), kernel="sdpa")
@@ -249,7 +236,7 @@ def test_in_16_bits_the_error_is_that_of_one_call() -> None:
 def test_the_queries_of_a_key_are_summed_before_anything_is_rounded() -> None:
     s, r = 32, 3
     q, kv, d_out = (x.bfloat16() for x in (randn(s, 1, r, 16), randn(s, 1, 2, 16, seed=1), randn(s, 1, r, 16, seed=2)))
-    pieces: tuple[Piece, ...] = (Part(-1, 0, s, 0, s, "diagonal"),)
+    pieces: tuple[Piece, ...] = (Piece(-1, 0, s, 0, s, "diagonal"),)
     together = by_pieces(CPUFlash(), [Stage(pieces)], q, kv, d_out, Columns(1, True))["kv"]
     apart = [
         by_pieces(CPUFlash(), [Stage(pieces)], q[:, :, i : i + 1], kv, d_out[:, :, i : i + 1], Columns(1, True))["kv"] for i in range(r)
@@ -277,8 +264,8 @@ def test_dropout_by_hash_is_that_of_one_call() -> None:
     order = torch.cat([torch.arange(12, s), torch.arange(12)])
     runs = (((12, s), (0, 12)),)
     pieces: tuple[Piece, ...] = (
-        Part(-1, 0, 6, 8, 14, "diagonal"), Part(-1, 6, 12, 14, 20, "diagonal"), Part(-1, 12, s, 14, 20, "full"),
-        Part(-1, 12, s, 0, 8, "diagonal"),
+        Piece(-1, 0, 6, 8, 14, "diagonal"), Piece(-1, 6, 12, 14, 20, "diagonal"), Piece(-1, 12, s, 14, 20, "full"),
+        Piece(-1, 12, s, 0, 8, "diagonal"),
     )  # fmt: skip
     stages = [Stage(pieces, key_runs=runs, documents=(ends,))]
     found = by_pieces(Reference(rate), stages, q, kv[order], d_out, Columns(1, True), row_keys.permute(2, 0, 1))
@@ -286,7 +273,7 @@ def test_dropout_by_hash_is_that_of_one_call() -> None:
     assert_law({name: found[name] for name in want}, want, FP64)
     assert law_error(by_pieces(Reference(), stages, q, kv[order], d_out, Columns(1, True))["out"], want["out"]) > 0.1
     # a piece with keys of several runs
-    full: tuple[Piece, ...] = (Part(-1, 0, s, 0, s, "full"),)
+    full: tuple[Piece, ...] = (Piece(-1, 0, s, 0, s, "full"),)
     operands = [x.detach().requires_grad_() for x in operands]
     out = core_attention(*operands, AttentionMask(False), kernel="reference", dropout=rate, dropout_rows=row_keys)
     found = by_pieces(Reference(rate), [Stage(full, key_runs=runs)], q, kv[order], d_out, Columns(1, True), row_keys.permute(2, 0, 1))
@@ -298,7 +285,7 @@ def test_dropout_wants_its_keys() -> None:
     with pytest.raises(RuntimeError, match="attention dropout needs the tokens' dropout keys"):
         attend(
             Reference(0.1),
-            Stage((Part(-1, 0, 4, 0, 4, "full"),)),
+            Stage((Piece(-1, 0, 4, 0, 4, "full"),)),
             q,
             Rows.interleaved(kv, 1),
             Partial(q, Columns(1, True)),
@@ -318,24 +305,24 @@ def test_halves_are_halves_and_nothing_is_lost() -> None:
             n = rng.randint(1, 30)
             stop = min(s, at + n)
             if window is not None:
-                pieces.append(Part(-1, at, stop, at, stop, "band"))
+                pieces.append(Piece(-1, at, stop, at, stop, "band"))
             else:
-                pieces.append(Part(-1, at, stop, at, stop, "diagonal"))
+                pieces.append(Piece(-1, at, stop, at, stop, "diagonal"))
                 if at:
-                    pieces.append(Part(-1, at, stop, 0, rng.randint(1, at), "full"))
+                    pieces.append(Piece(-1, at, stop, 0, rng.randint(1, at), "full"))
             at = stop
         first, second = halves(tuple(pieces), window)
         assert torch.equal(pairs_of(first + second, s, window), pairs_of(tuple(pieces), s, window))
         work = [int(pairs_of(half, s, window).sum()) for half in (first, second)]
         longest = max(int(pairs_of((piece,), s, window)[0].sum(1).max()) for piece in pieces)
         assert abs(work[0] - work[1]) <= max(2 * longest, sum(work) / 4)
-    one: tuple[Piece, ...] = (Part(0, 0, 1, 0, 5, "full"),)
+    one: tuple[Piece, ...] = (Piece(0, 0, 1, 0, 5, "full"),)
     assert halves(one, None) == (one, ()) and halves((), None) == ((), ())
 
 
 @pytest.mark.parametrize("kind", ["full", "diagonal", "band"])
 def test_a_piece_is_cut_between_two_queries(kind: str) -> None:
-    piece = Part(0, 2, 12, 3, 13, kind)  # type: ignore[arg-type]
+    piece = Piece(0, 2, 12, 3, 13, kind)  # type: ignore[arg-type]
     for row in range(1, 10):
         upper, lower = cut(piece, row)
         assert torch.equal(pairs_of((*upper, *lower), 13, 4), pairs_of((piece,), 13, 4))
@@ -343,11 +330,11 @@ def test_a_piece_is_cut_between_two_queries(kind: str) -> None:
 
 
 def test_which_gradients_are_no_sums() -> None:
-    a, b, c = Part(0, 0, 4, 0, 4, "full"), Part(0, 4, 6, 4, 6, "diagonal"), Part(0, 8, 9, 3, 5, "full")
+    a, b, c = Piece(0, 0, 4, 0, 4, "full"), Piece(0, 4, 6, 4, 6, "diagonal"), Piece(0, 8, 9, 3, 5, "full")
     assert each_key_once(Stage((a, b))) and each_key_once(Stage((b,))) and each_key_once(Stage(()))
     assert not each_key_once(Stage((a, c))) and not each_key_once(Stage((b, c)))
-    assert each_key_once(Stage((a, Part(1, 8, 9, 3, 5, "full"))))
-    assert not each_key_once(Stage((Part(0, 0, 4, 0, 4, "band"),), 2))  # tiles of queries see the same keys
+    assert each_key_once(Stage((a, Piece(1, 8, 9, 3, 5, "full"))))
+    assert not each_key_once(Stage((Piece(0, 0, 4, 0, 4, "band"),), 2))  # tiles of queries see the same keys
 
 
 # which kernel

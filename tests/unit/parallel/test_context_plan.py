@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_sp.parallel.context_plan import ContextPlan, Piece, cut_row, plan_context
+from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
+from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
 from megatron_sp.parallel.heads import deal
 from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 from megatron_sp.parallel.sequence_slices import cut_into_slices

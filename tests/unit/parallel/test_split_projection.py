@@ -8,7 +8,7 @@ from support.errors import FP64, assert_law
 from support.op_checks import PoisonedSink, randn
 from torch import Tensor
 
-from megatron_sp.parallel.split_projection import Piece, RowWiseGrad, project_pieces, project_to_ranks, put_grad_of_columns, take
+from megatron_sp.parallel.split_projection import HeadColumns, RowWiseGrad, project_pieces, project_to_ranks, put_grad_of_columns, take
 from megatron_sp.parallel.tensor_parallel import NO_TP
 
 S, B, H = 3, 2, 5
@@ -26,7 +26,7 @@ def test_each_rank_gets_its_columns_as_one_block(widths: list[int], bias: bool) 
     assert_law({"y": out}, {"y": want}, FP64)
 
 
-def pieces_of(x: Tensor, cuts: list[slice]) -> list[Piece]:
+def pieces_of(x: Tensor, cuts: list[slice]) -> list[HeadColumns]:
     return [(cut, x[:, cut].contiguous()) for cut in cuts]
 
 

@@ -1,0 +1,239 @@
+"""Pieces of the square of queries and keys, within which attention is computed, in plain numbers.
+
+A mask is pieces in which all pairs are seen, triangles, and bands (``AttentionPiece``). Those of one process follow from
+its documents, lengths and window here; those of several ranks come from ``parallel/context_plan.py``. A ``Stage`` is all
+pieces of some queries against the keys of one rank, which a kernel is handed whole (``ops/partial_attention.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megatron_sp.utils.numbers import window_tile
+
+Kind = Literal["full", "diagonal", "band"]
+Run = tuple[int, int]
+
+_FILL = 0.75  # the shortest diagonal of a batch, of the longest
+_SHORT = 8  # up to here all lengths share a batch: it is calls that cost
+
+
+class AttentionPiece(NamedTuple):
+    """Some queries of a sequence with some keys, every one of which is seen by a query and sees a key: one call of a kernel."""
+
+    sequence: int  # index in the micro-batch; -1: all its sequences, which are alike
+    q_start: int
+    q_stop: int
+    k_start: int  # rows of what the keys are in: of a rank's own keys, or of a message
+    k_stop: int
+    # "full": every query sees every key. "diagonal": query a sees keys up to a. "band": query a sees key b if
+    # 0 <= a + offset - b < window
+    kind: Kind
+    offset: int = 0  # of a band, the position of its first query less that of its first key
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """All pieces of some queries against the keys of one rank. Every layer uses the same stages, so they keep what is derived from them.
+
+    Attributes:
+        pieces: in the order in which they are computed.
+        window: of the bands.
+        key_runs: for each sequence (one entry if all are alike) the positions of its keys, as runs in the order of the rows. For
+            dropout.
+        documents: for each sequence the ends of its documents, from whose beginning dropout counts keys; None: one document.
+    """
+
+    pieces: tuple[AttentionPiece, ...]
+    window: int | None = None
+    key_runs: tuple[tuple[Run, ...], ...] = ()
+    documents: tuple[tuple[int, ...], ...] | None = None
+    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned when it was first asked for ``key``."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+# the pieces of a mask in one process: no two share a query
+
+
+@lru_cache(maxsize=16)
+def pieces_of_documents(documents: tuple[tuple[int, ...], ...], causal: bool) -> tuple[AttentionPiece, ...]:
+    """Return the pieces of packed documents, given the ends of the documents of each sequence."""
+    kind: Kind = "diagonal" if causal else "full"
+    return tuple(
+        AttentionPiece(sequence, start, end, start, end, kind)
+        for sequence, ends in enumerate(documents) for start, end in zip((0, *ends), ends, strict=False)
+    )  # fmt: skip
+
+
+def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[AttentionPiece, ...]:
+    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for a sequence of length 0.
+
+    A diagonal may so have more queries than keys.
+    """
+    kind: Kind = "diagonal" if causal else "full"
+    return tuple(
+        AttentionPiece(sequence, 0, s, 0, min(length, s), kind) for sequence, length in enumerate(lengths) if length > 0
+    )
+
+
+@lru_cache(maxsize=16)
+def stage_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Stage:
+    """Return the stage of these pieces, the same object for the same ones; with a window of diagonals as long as wide.
+
+    A diagonal longer than the window is one of its first ``window`` queries, which see all before them, and a band.
+    """
+    found = list[AttentionPiece]()
+    for piece in pieces:
+        start = piece.q_start
+        first = piece.q_stop if window is None else min(piece.q_stop, start + window)
+        found.append(
+            piece if first == piece.q_stop else piece._replace(q_stop=first, k_stop=piece.k_start + first - start)
+        )
+        if window is not None and first < piece.q_stop:
+            found.append(piece._replace(q_start=first, k_start=piece.k_start + 1, kind="band", offset=window - 1))
+    return Stage(tuple(found), window)
+
+
+def runs_of_equal(counts: Sequence[int]) -> list[slice]:
+    """Return the runs of equal numbers."""
+    ends = [i + 1 for i in range(len(counts)) if i + 1 == len(counts) or counts[i] != counts[i + 1]]
+    return [slice(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def each_key_once(stage: Stage) -> bool:
+    """Return whether each key is in one piece at most, so that its gradient is no sum."""
+    runs = sorted((piece.sequence, piece.k_start, piece.k_stop) for piece in stage.pieces if piece.kind != "band")
+    apart = all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(runs))
+    return apart and len(runs) == len(stage.pieces)  # the tiles of a band share keys
+
+
+def halves(
+    pieces: tuple[AttentionPiece, ...], window: int | None
+) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:
+    """Split the pieces into two parts of about the same work, the first ones and the rest; a large one is cut between two queries."""
+    work = [_pairs_of_rows(piece, window) for piece in pieces]
+    total, before = sum(int(pairs.sum()) for pairs in work), 0
+    for index, (piece, pairs) in enumerate(zip(pieces, work, strict=True)):
+        mine = int(pairs.sum())
+        if before + mine >= total / 2:
+            if mine <= total / 8 or len(pairs) == 1:  # small: not worth another call
+                return pieces[: index + 1], pieces[index + 1 :]
+            row = 1 + int(np.searchsorted(np.cumsum(pairs), total / 2 - before))
+            upper, lower = cut(piece, min(row, len(pairs) - 1))
+            return (*pieces[:index], *upper), (*lower, *pieces[index + 1 :])
+        before += mine
+    return pieces, ()
+
+
+def _pairs_of_rows(piece: AttentionPiece, window: int | None) -> np.ndarray:
+    """Return the number of keys that each query of a piece sees."""
+    rows, keys = np.arange(piece.q_stop - piece.q_start), piece.k_stop - piece.k_start
+    if piece.kind == "full":
+        return np.full(len(rows), keys)
+    if piece.kind == "diagonal":
+        return rows + 1
+    last = rows + piece.offset
+    assert window is not None, f"{piece} is a band, and the stage has no window"
+    return np.minimum(keys, last + 1) - np.maximum(0, last - window + 1)
+
+
+def cut(piece: AttentionPiece, row: int) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:
+    """Cut a piece before its query ``row``, counted from its first."""
+    sequence, at, k = piece.sequence, piece.q_start + row, piece.k_start
+    if piece.kind != "diagonal":
+        stop = (
+            min(piece.k_stop, k + row + piece.offset) if piece.kind == "band" else piece.k_stop
+        )  # keys that a query before sees
+        upper: AttentionPiece = AttentionPiece(sequence, piece.q_start, at, k, stop, piece.kind, piece.offset)
+        return (upper,), (AttentionPiece(sequence, at, piece.q_stop, k, piece.k_stop, piece.kind, piece.offset + row),)
+    upper = AttentionPiece(sequence, piece.q_start, at, k, k + row, "diagonal")
+    below = AttentionPiece(sequence, at, piece.q_stop, k, k + row, "full")
+    return (upper,), (below, AttentionPiece(sequence, at, piece.q_stop, k + row, piece.k_stop, "diagonal"))
+
+
+# tiles
+
+
+class Tile(NamedTuple):
+    """A block of queries and keys for a kernel: rows from ``start`` on, keys from ``first_key`` on."""
+
+    sequence: int
+    start: int
+    queries: int
+    first_key: int
+    keys: int
+    kind: Kind
+    offset: int
+
+
+Tiles = tuple[Tile, ...]
+
+
+def tiles_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Tiles:
+    """Return the tiles of the pieces: a band is many, anything else is one."""
+    found: list[Tile] = []
+    for piece in pieces:
+        if piece.kind == "band":
+            assert window is not None, f"{piece} is a band, and the stage has no window"
+            found += _tiles_of_band(piece, window)
+        else:
+            queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+            found.append(Tile(piece.sequence, piece.q_start, queries, piece.k_start, keys, piece.kind, 0))
+    return tuple(found)
+
+
+def _tiles_of_band(piece: AttentionPiece, window: int) -> Iterator[Tile]:
+    """Yield a few queries of a band at a time, with the keys that they reach."""
+    size, queries, keys = window_tile(window), piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+    for start in range(0, queries, size):
+        n, at = min(size, queries - start), start + piece.offset
+        first, stop = max(0, at - window + 1), min(keys, at + n)
+        whole = at + n - window <= first and at >= stop - 1
+        offset = 0 if whole else at - first
+        yield Tile(
+            piece.sequence,
+            piece.q_start + start,
+            n,
+            piece.k_start + first,
+            stop - first,
+            "full" if whole else "band",
+            offset,
+        )
+
+
+def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
+    """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length.
+
+    Args:
+        bands: also the tiles of bands. They share keys, so that their copies side by side are larger than what is copied.
+    """
+    found: list[list[Tile]] = []
+    for tile in sorted(tiles, key=lambda t: (t.kind, -t.queries, -t.keys, t.offset, t.sequence, t.start)):
+        longest, last = (found[-1][0], found[-1][-1]) if found else (None, None)
+        together = False
+        if longest is not None and last is not None and longest.kind == tile.kind:
+            together = (longest.queries, longest.keys, longest.offset) == (tile.queries, tile.keys, tile.offset)
+            if tile.kind == "diagonal":
+                is_square = longest.queries == longest.keys and tile.queries == tile.keys
+                together = together or (
+                    is_square and (longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries)
+                )
+            elif last.sequence == tile.sequence and tile.start < last.start + last.queries:
+                together = False  # the results of a call are for rows of their own
+            together = together and (bands or tile.kind != "band")
+        if together:
+            found[-1].append(tile)
+        else:
+            found.append([tile])
+    return tuple(map(tuple, found))
