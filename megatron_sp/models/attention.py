@@ -1,12 +1,12 @@
 """Attention of a transformer block: projections | plan of the exchange | core.
 
-    projections    a weight that makes q, k and v, whose rows ``FusedQKV`` describes; norms of queries and keys and rotary
-                   embedding on what has arrived (``FusedHeads``); and the output projection
-    plan           which heads go to which sp rank, and in which message: ``parallel/heads.py``, from the projections' sections
+    projections    a weight that makes q, k and v, whose rows ``FusedQKV`` describes; norms of queries and keys and
+                   rotary embedding on what has arrived (``FusedHeads``); and the output projection
+    plan           which heads go to which sp rank in which message: ``parallel/heads.py``, from the sections
     core           out [s, m, r, d_v] of q [s, m, r, d], k [s, m, 1, d] and v [s, m, 1, d_v]: ``SoftmaxCore``
 
-Another way of mixing positions is a subclass of ``SelfAttention`` that names its ``core``, and its ``projections`` if these
-are others; a model takes it as ``attention=``. Layouts, overlap, recomputation and ZeRO are the same for all.
+Another way of mixing positions is a subclass of ``SelfAttention`` that names its ``core``, and its ``projections`` if
+these are others; a model takes it as ``attention=``. Layouts, overlap, recomputation and ZeRO are the same for all.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class FusedQKV(NamedTuple):
     def in_groups(cls, config: ModelConfig, tp: TensorParallel, v_width: int | None = None) -> FusedQKV:
         """Return those of a weight in group order, [g * (r * d + d + d_v), h], as Megatron-core has it.
 
-        With fewer key/value heads than ranks, a rank holds some queries of one group and the group's key and value, which
-        others hold too.
+        With fewer key/value heads than ranks, a rank holds some queries of one group, and the group's key and value,
+        which others hold too.
         """
         assert config.hidden_size and config.num_attention_heads
         d, n, g, size = config.head_dim, config.num_attention_heads, config.num_groups, tp.size
@@ -127,10 +127,9 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None
     ) -> tuple[Tensor, Tensor]:
-        """Return x + attention(norm(x)), without a norm x + attention(x), both [s, b, h], and x itself for its other consumers.
+        """Return x + attention(norm(x)), or without a norm x + attention(x), [s, b, h], and x for its other consumers.
 
-        The gradient of that second output is added inside this op, so the gradient of x is complete at once, after all
-        its consumers.
+        The gradient of that second output is added inside this op, so that of x is complete at once, after all of them.
         """
         plan, layers = self.plan(ctx, add_input=dropout is None), self._modules
         qkv, proj = layers["linear_qkv"].linear(), layers["linear_proj"].linear()  # type: ignore[union-attr, operator]
@@ -168,7 +167,7 @@ def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Te
 
 
 class FusedHeads(Core):
-    """Heads of a ``FusedQKV`` between the exchanges, for one pass of a layer; a subclass says what is done with them: ``attend``."""
+    """Heads of a ``FusedQKV`` between the exchanges, for one pass of a layer; a subclass mixes them: ``attend``."""
 
     spans_ranks = False
     """``attend`` takes the positions of other cp ranks, and of earlier slices of a row, into account (``ctx.plan``)."""
@@ -185,7 +184,7 @@ class FusedHeads(Core):
             self.parameters: Sequence[Tensor] = [p for norm in norms for p in norm.parameters()]
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> LseKernel | None:
-        """Return a kernel that does what ``attend`` does, and whose backward can be called; None: autograd differentiates."""
+        """Return a kernel that does what ``attend`` does, with a backward that can be called; None: there is none."""
         return None
 
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> Heads:
@@ -234,7 +233,7 @@ class FusedHeads(Core):
     def call(
         self, recv_buffers: dict[str, Tensor], share: Share, shared: tuple[Tensor, Tensor] | None
     ) -> KernelCall | None:
-        """See ``Core``; autograd differentiates norms of queries and keys, attention across ranks, and uneven groups."""
+        """See ``Core``; autograd differentiates norms of heads, attention across ranks, and uneven groups."""
         ctx, d, rotary = self.ctx, self.d, self.ctx.rotary
         if self.layer.qk_layernorm or ctx.plan is not None or ctx.recompute_core or ctx.cache is not None:
             return None
@@ -311,7 +310,7 @@ class FusedHeads(Core):
     # plain reshapes: every layer of every step comes through here, and einops would take ten times as long as the view;
     # no -1, for there may be no rows
     def _grouped(self, q: Tensor, share: Share) -> Tensor:
-        """Reshape queries [s, b, (g r d)] to [s, (b g), r, d]; if the groups are uneven, each query is a group of its own."""
+        # reshape queries [s, b, (g r d)] to [s, (b g), r, d]; if the groups are uneven, each query is one of its own
         each = len(share.queries) // len(share.uses) if is_uniform(share, self.r) else 1
         return q.reshape(q.shape[0], q.shape[1] * len(share.queries) // each, each, self.d)
 
@@ -367,7 +366,8 @@ class SoftmaxCore(FusedHeads):
         return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows, kept=kept)
 
     def _across_ranks(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, share: Share, rate: float, rows: Tensor | None, kept: KeptTensors | None
+        self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, share: Share, rate: float, rows: Tensor | None,
+        kept: KeptTensors | None,
     ) -> Tensor:  # fmt: skip
         from megatron_sp.ops.partial_attention_choice import piece_kernel
         from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired

@@ -63,7 +63,7 @@ class MLP(nn.Module):
         chunks: int = 1,
         onto: Tensor | None = None,
     ) -> Tensor:
-        """Return x + mlp(norm(x)), or without a norm x + mlp(x), [s, b, h], computed in ``chunks`` pieces of the positions.
+        """Return x + mlp(norm(x)), or without a norm x + mlp(x), [s, b, h], for ``chunks`` parts of the positions.
 
         Args:
             onto: added to the MLP's output instead of x.
@@ -92,7 +92,7 @@ class MLP(nn.Module):
 
 
 def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:
-    """Return the weights of a model's blocks whose gradients are computed under the exchanges of attention's backward (--delay-wgrad).
+    """Return the weights whose gradients are computed under the exchanges of attention's backward (--delay-wgrad).
 
     They are the MLP's, since its backward comes before attention's. With several tp ranks fc1's is not: it covers the
     reduction of the gradient of fc1's input.
@@ -102,7 +102,7 @@ def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:
 
 
 class TransformerBlock(nn.Module):
-    """One transformer block, with norms before attention and MLP, or (--norm-placement post) after them on the residual stream.
+    """One transformer block, with norms before attention and MLP, or after them (--norm-placement post).
 
     With --use-parallel-residual the MLP has the same input as attention. Backward still reaches the block's input last:
     the attention op passes its input on to the MLP, and waits for the gradients of both.

@@ -109,7 +109,7 @@ class LseKernel(Protocol):
     """Interface of a kernel with fixed options; q is [s_q, m, r, d], k is [s_k, m, 1, d], v is [s_k, m, 1, d_v]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return the output [s_q, m, r, d_v], and what else backward needs beside q, k and v: the lse, in one or more tensors."""
+        """Return the output [s_q, m, r, d_v] and the lse, in one or more tensors, which backward needs, too."""
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         """Return the gradients of q, k and v from that of the output."""
@@ -155,7 +155,7 @@ def _is_fused(q: Tensor, k: Tensor) -> bool:
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """Allocate gradients; for parts of a fused QKV as views of one tensor in its layout, so that packing them costs nothing."""
+    """Allocate gradients, for parts of a fused QKV as views of one tensor in its layout: packing them costs nothing."""
     s, m, r, d = q.shape
     if v.shape[3] == d and _is_fused(q, k):
         packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
@@ -165,7 +165,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 @dataclass(frozen=True)
 class DenseCPU:
-    """torch's fused CPU kernel on all pairs, or on those of a causal mask; other masks are pieces (``tiled_attention.py``).
+    """torch's fused CPU kernel on all pairs, or on those of a causal mask; other masks are ``TiledAttention``'s.
 
     It is called directly instead of through scaled_dot_product_attention to save its output only once.
     SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here
@@ -212,7 +212,7 @@ class DenseCPU:
 def cpu_flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Call torch's fused CPU kernel on [m, r, s, d], v and the output d_v wide; ``mask`` is additive. Return output and lse."""
+    """Return output and lse of torch's fused CPU kernel on [m, r, s, d], with v d_v wide; ``mask`` is additive."""
     forward, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, v.shape[3]
     scale = None if q.shape[3] == d_v else 1 / math.sqrt(q.shape[3])  # None: the kernel's own, and nothing is padded
     if scale is not None:
@@ -234,7 +234,7 @@ def cpu_flash_backward(
 
 
 def same_widths(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad the last dims with zeros to the largest, for kernels that know one width: zeros change neither scores nor gradients."""
+    """Pad last dims with zeros to the largest, for kernels of one width: zeros change neither scores nor gradients."""
     widest = max(t.shape[-1] for t in tensors)
     return tuple(t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in tensors)
 

@@ -1,8 +1,8 @@
 """Pieces of the square of queries and keys, within which attention is computed, in plain numbers.
 
-A mask is pieces in which all pairs are seen, triangles, and bands (``AttentionPiece``). Those of one process follow from
-its documents, lengths and window here; those of several ranks come from ``parallel/context_plan.py``. A ``Stage`` is all
-pieces of some queries against the keys of one rank, which a kernel is handed whole (``ops/partial_attention.py``).
+A mask is pieces in which all pairs are seen, triangles, and bands (``AttentionPiece``). Those of one process follow
+from its documents, lengths and window here; those of several ranks come from ``parallel/context_plan.py``. A ``Stage``
+is all pieces of some queries against the keys of one rank, which a kernel is handed whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHORT = 8  # up to here all lengths share a batch: it is calls that cost
 
 
 class AttentionPiece(NamedTuple):
-    """Some queries of a sequence with some keys, every one of which is seen by a query and sees a key: one call of a kernel."""
+    """Some queries of a sequence with some keys, for one call of a kernel; each sees a key or is seen by a query."""
 
     sequence: int  # index in the micro-batch; -1: all its sequences, which are alike
     q_start: int
@@ -40,18 +40,12 @@ class AttentionPiece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """All pieces of some queries against the keys of one rank. Every layer uses the same stages, so they keep what is derived from them.
+    """All pieces of some queries against the keys of one rank; it keeps what is derived from it, for all layers."""
 
-    Attributes:
-        pieces: in the order in which they are computed.
-        window: of the bands.
-        key_runs: for each sequence (one entry if all are alike) the positions of its keys, as runs in the order of the rows. For
-            dropout.
-        documents: for each sequence the ends of its documents, from whose beginning dropout counts keys; None: one document.
-    """
-
-    pieces: tuple[AttentionPiece, ...]
-    window: int | None = None
+    pieces: tuple[AttentionPiece, ...]  # in the order in which they are computed
+    window: int | None = None  # of the bands
+    # for dropout: for each sequence (one entry if all are alike) the positions of its keys, as runs in the order of the
+    # rows, and the ends of its documents, from whose beginning keys are counted; None: one document
     key_runs: tuple[tuple[Run, ...], ...] = ()
     documents: tuple[tuple[int, ...], ...] | None = None
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
@@ -77,7 +71,7 @@ def pieces_of_documents(documents: tuple[tuple[int, ...], ...], causal: bool) ->
 
 
 def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[AttentionPiece, ...]:
-    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for a sequence of length 0.
+    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for length 0.
 
     A diagonal may so have more queries than keys.
     """
@@ -121,7 +115,7 @@ def each_key_once(stage: Stage) -> bool:
 def halves(
     pieces: tuple[AttentionPiece, ...], window: int | None
 ) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:
-    """Split the pieces into two parts of about the same work, the first ones and the rest; a large one is cut between two queries."""
+    """Split the pieces into first ones and others of about the same work; a large one is cut between two queries."""
     work = [_pairs_of_rows(piece, window) for piece in pieces]
     total, before = sum(int(pairs.sum()) for pairs in work), 0
     for index, (piece, pairs) in enumerate(zip(pieces, work, strict=True)):
@@ -216,7 +210,7 @@ def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
     """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length.
 
     Args:
-        bands: also the tiles of bands. They share keys, so that their copies side by side are larger than what is copied.
+        bands: also the tiles of bands. They share keys, so that copies side by side are larger than what is copied.
     """
     found: list[list[Tile]] = []
     for tile in sorted(tiles, key=lambda t: (t.kind, -t.queries, -t.keys, t.offset, t.sequence, t.start)):

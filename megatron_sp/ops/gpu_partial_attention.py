@@ -1,20 +1,23 @@
 """Attention in pieces on a GPU, by the kernels of ``gpu_kernels.py``: a flash kernel for packed sequences, or cuDNN's.
 
-``FlashPieces`` takes the lengths of queries and keys apart, one call for each kind of piece. ``DensePieces`` is a call for
-each piece; it takes no bands, and is for rows of one document.
+``FlashPieces`` takes the lengths of queries and keys apart, one call for each kind of piece. ``DensePieces`` is a call
+for each piece; it takes no bands, and is for rows of one document.
 
-Pieces of one kind are sequences of a packed batch to the kernel, whatever their number: those of a stage's own rank are a
-call for the diagonals and one for the full pieces, those of another rank one call; bands are called together if their
-windows lie alike. Queries and keys go in as they are where the pieces lie one after another; else their rows are gathered.
-All sequences of a micro-batch that are alike are heads side by side, and grouped queries share their key inside the kernel.
+Pieces of one kind are sequences of a packed batch to the kernel, whatever their number: those of a stage's own rank are
+a call for the diagonals and one for the full pieces, those of another rank one call; bands are called together if their
+windows lie alike. Queries and keys go in as they are where the pieces lie one after another; else their rows are
+gathered. All sequences of a micro-batch that are alike are heads side by side, and grouped queries share their key
+inside the kernel.
 
 The kernel aligns its masks at a piece's last query and last key. Query a of n sees key b of m if
 
-    -left <= b - (a + m - n) <= right,    a band, 0 <= a + offset - b < window, with right = offset - m + n and left = window - 1 - right
+    -left <= b - (a + m - n) <= right
+
+which for a band, 0 <= a + offset - b < window, are right = offset - m + n and left = window - 1 - right.
 
 No sequence has no keys: the kernel would give such rows lse = inf (Dao-AILab/flash-attention #978).
 
-Sources: torch/nn/attention/varlen.py for the arguments; flash_attn_interface.py :: flash_attn_varlen_func for the alignment.
+Sources: torch/nn/attention/varlen.py for the arguments; flash_attn_varlen_func for the alignment.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class _Call:
         return self._known[name]
 
     def apart(self, kv: Rows) -> list[tuple[slice | Tensor, slice | Tensor]]:
-        """Return pairs (rows of the call's keys, rows of the tensor), in each of which no row of the tensor is twice."""
+        """Return pairs (rows of the call's keys, rows of the tensor); in each no row of the tensor is twice."""
         name = "apart", kv.starts, kv.stride, kv.x.device
         if name not in self._known:
             self._known[name] = _rounds(self._runs(kv, keys=True), kv.stride, kv.x.device)

@@ -1,16 +1,18 @@
-"""Attention in pieces: kernels that give the logarithm of the softmax's sum (lse) and take it, so that keys may come in parts.
+"""Attention in pieces: kernels that give and take the logarithm of the softmax's sum (lse), so that keys come in parts.
 
 Softmax over keys A and B is the mean of those over A and over B, weighted by their sums. With s = lse over A and B,
 
     forward     out = out_A exp(lse_A - s) + out_B exp(lse_B - s),    s = log(exp(lse_A) + exp(lse_B))
-    backward    P = exp(q k^T / sqrt(d) - s),  dS = P (d_out v^T - rowsum(d_out out)) / sqrt(d),  dq = dS k,  dk = dS^T q,  dv = P^T d_out
+    backward    P = exp(q k^T / sqrt(d) - s),  dS = P (d_out v^T - rowsum(d_out out)) / sqrt(d)
+                dq = dS k,  dk = dS^T q,  dv = P^T d_out
 
-where backward needs the *final* out and s, and no merge: each piece adds its share. Sums are kept in fp32 (fp64 for fp64).
+where backward needs the *final* out and s, and no merge: each piece adds its share. Sums are kept in fp32 (fp64 for
+fp64).
 
 A ``Stage`` is all pieces of some queries against the keys of one rank, and a kernel is handed it whole: those of
 ``tiled_attention.py`` (torch's on the CPU, and the plain reference) and of ``gpu_partial_attention.py``.
 
-Sources: the merge is FlashAttention's (arXiv:2205.14135) between blocks, and Ring Attention's (arXiv:2310.01889) between ranks.
+Sources: FlashAttention merges so between blocks (arXiv:2205.14135), Ring Attention between ranks (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Rows:
         return self.x.shape[-1]
 
     def split(self, k_width: int) -> tuple[Rows, Rows]:
-        """Return keys [rows, m, 1, k_width] and values [rows, m, 1, d_v], views of the rows in which they are side by side."""
+        """Return views of keys [rows, m, 1, k_width] and values [rows, m, 1, d_v] that lie side by side."""
         x = self.x.flatten(2)
         return replace(self, x=x[:, :, None, :k_width]), replace(self, x=x[:, :, None, k_width:])
 
@@ -81,17 +83,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Columns:
-    """Correspondence between the columns m of the queries and those of the keys and values.
+    """Correspondence between the columns m of the queries and those of the keys and values."""
 
-    Attributes:
-        batch: b sequences.
-        alike: their pieces are the same, so they are one sequence of b times as many heads.
-        counts: number of queries of each key/value head of a sequence, if these differ: queries are [s, b * sum(counts), 1, d],
-            keys and values [s, b * len(counts), d + d_v]. None: queries are [s, m, r, d], keys and values [s, m, d + d_v].
-    """
-
-    batch: int
-    alike: bool
+    batch: int  # b sequences
+    alike: bool  # their pieces are the same, so they are one sequence of b times as many heads
+    # number of queries of each key/value head of a sequence, if these differ: queries are [s, b * sum(counts), 1, d],
+    # keys and values [s, b * len(counts), d + d_v]; None: [s, m, r, d] and [s, m, d + d_v]
     counts: tuple[int, ...] | None = None
 
     @property
@@ -100,7 +97,7 @@ class Columns:
         return 1 if self.alike else self.batch
 
     def of_queries(self, x: Tensor) -> list[Rows]:
-        """Split a tensor [s, m, r, ...] of the queries into parts whose heads are uniform; views, unless its strides forbid it."""
+        """Split a tensor [s, m, r, ...] of the queries into parts with uniform heads: views, if strides allow it."""
         rows = Rows.interleaved(x, self.sequences)
         return [rows] if self.counts is None else self._uniform(rows, self.counts, queries=True)
 
@@ -133,7 +130,8 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece]
         k, v: [s, m, 1, d], [s, m, 1, d_v].
         pieces: which share neither queries nor keys.
         each: columns of m per sequence.
-        attend: differentiable function of the piece's q [queries, each, r, d], k and v [keys, each, 1, d or d_v], and the piece.
+        attend: differentiable function of the piece's q [queries, each, r, d], k and v [keys, each, 1, d or d_v], and
+            the piece.
     Returns:
         [s, m, r, d_v]; zero for queries outside all pieces.
     """
@@ -143,7 +141,8 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece]
 class _OneByOne(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece], each: int, attend: Attend, train: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece], each: int, attend: Attend,
+        train: bool,
     ) -> Tensor:  # fmt: skip
         out = empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         zero_outside(out, pieces, each, keys=False)
@@ -185,7 +184,7 @@ def _place_of(piece: AttentionPiece, each: int) -> tuple[slice, slice, slice]:
 
 
 def zero_outside(x: Tensor, pieces: Sequence[AttentionPiece], each: int, keys: bool) -> None:
-    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at the first row of a sequence and leave no gaps.
+    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at a sequence's first row and leave no gaps.
 
     Args:
         each: columns of m per sequence.
@@ -268,7 +267,7 @@ class PartialPart:
             self._mark(spans)
 
     def add_rows(self, pieces: Sequence[AttentionPiece], rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-        """Continue with the results of pieces that share no query, out [n, m, r, d_v] and lse [n, m, r]; ``rows``: where they belong."""
+        """Continue with out [n, m, r, d_v] and lse [n, m, r] of pieces that share no query; they belong to ``rows``."""
         spans = [(piece.sequence, piece.q_start, piece.q_stop) for piece in pieces]
         first = self._is_first(spans)
         if isinstance(rows, slice):
@@ -324,7 +323,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class BackwardInputs(NamedTuple):
-    """Tensors of the queries that backward needs: [n, m, r, d or d_v], and lse [n, m, r, 1]; out and lse over the keys of *all* stages."""
+    """Tensors [n, m, r, d or d_v] and lse [n, m, r, 1] of the queries; out and lse over the keys of *all* stages."""
 
     q: Rows
     out: Rows
@@ -335,8 +334,8 @@ class BackwardInputs(NamedTuple):
 class PieceKernel(Protocol):
     """Computes the pieces of a stage, for heads that are uniform.
 
-    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d] for one width):
-    what travels between ranks is one tensor, of which a run of rows is a view. ``Rows.split`` takes them apart.
+    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d] for one
+    width): what travels between ranks is one tensor, of which a run of rows is a view. ``Rows.split`` takes them apart.
     """
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
@@ -353,7 +352,8 @@ class PieceKernel(Protocol):
 
 
 def attend(
-    kernel: PieceKernel, stage: Stage, q: Tensor, kv: Rows, so_far: Partial, columns: Columns, row_keys: Tensor | None = None
+    kernel: PieceKernel, stage: Stage, q: Tensor, kv: Rows, so_far: Partial, columns: Columns,
+    row_keys: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Continue the attention of q over the keys and values of a stage.
 
@@ -374,7 +374,8 @@ def attend(
 
 
 def attend_backward(
-    kernel: PieceKernel, stage: Stage, inputs: tuple[Tensor, Tensor, Tensor, Tensor], kv: Rows, d_q: Tensor, d_kv: Rows, columns: Columns,
+    kernel: PieceKernel, stage: Stage, inputs: tuple[Tensor, Tensor, Tensor, Tensor], kv: Rows, d_q: Tensor, d_kv: Rows,
+    columns: Columns,
     row_keys: Tensor | None = None, half: int | None = None,
 ) -> None:  # fmt: skip
     """Add the gradients of a stage.

@@ -1,4 +1,4 @@
-"""RMSNorm of queries, and of keys, over all heads of a token, which tp and sp ranks have shares of (OLMoE, arXiv:2409.02060).
+"""RMSNorm of queries, and of keys, over all heads of a token, which tp and sp ranks share (OLMoE, arXiv:2409.02060).
 
     y = x / sqrt(mean over all heads of x^2 + eps) * weight
 
@@ -7,8 +7,8 @@ Both need one small sum over the ranks in each pass, of two numbers for each tok
     forward    t = sum of x^2;              r = (t / width + eps)^-1/2;  y = x r w
     backward   u = sum of dy w x;           dx = r dy w - x r^3 u / width;  dw = sum over tokens of dy x r
 
-A key head that several ranks hold counts once in t, and the second term of dx, which holds all of u, is in the gradient of one of
-them only: that of its first query. The ranks' gradients of the key head are summed elsewhere.
+A key head that several ranks hold counts once in t, and the second term of dx, which holds all of u, is in the gradient
+of one of them only: that of its first query. The ranks' gradients of the key head are summed elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Differentiable all-to-all that starts at one point of a model and is waited for at another, in forward and backward.
 
-    forward    flight.launch(x) starts sending      ...other layers compute...            y = flight.land(token) waits
-    backward   waits for its gradient               ...their gradients are computed...    starts sending the gradient back
+    forward    launch(x) starts sending     ...other layers compute...            y = land(token) waits
+    backward   waits for its gradient       ...their gradients are computed...    starts sending the gradient back
 
 An empty tensor connects the two points in the autograd graph. The autograd engine runs later nodes first: of several
 exchanges that land together, all gradients are sent before the first of them is waited for.

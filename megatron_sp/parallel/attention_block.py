@@ -1,4 +1,4 @@
-"""Attention of a transformer block as one autograd function: norm, QKV projection, attention, output projection, residual stream.
+"""Attention of a transformer block as one autograd function: norm, both projections, attention, residual stream.
 
     x [s/sp, b, h] -> norm -> q, k, v of all heads -> ... -> [s/sp, b, n*d_v] -> projection -> + x
 
@@ -35,8 +35,8 @@ from megatron_sp.parallel.ulysses import (
 
 
 def attention_block(
-    x: Tensor, norm: NormInFront | None, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None], core: Core,
-    plan: AttentionPlan, *, main_grad: MainGrad | None = None,
+    x: Tensor, norm: NormInFront | None, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None],
+    core: Core, plan: AttentionPlan, *, main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute proj(attention(qkv(norm(x)))), plus x with ``plan.add_input``.
 
@@ -134,7 +134,9 @@ class _AttentionBlock(torch.autograd.Function):
         return y, x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, passed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         options: _Options | None = ctx.options
         if options is None:
             raise RuntimeError(
@@ -149,7 +151,7 @@ class _AttentionBlock(torch.autograd.Function):
 
 
 class _Backward:
-    """One backward pass of the block: output projection, attention chunk by chunk, QKV projection message by message, norm."""
+    """One backward pass: output projection, attention chunk by chunk, QKV projection message by message, norm."""
 
     def __init__(self, ctx: Any, options: _Options) -> None:
         self.run: HeadsPass = ctx.run

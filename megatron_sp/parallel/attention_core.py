@@ -1,7 +1,7 @@
-"""Attention on the heads of one chunk, between the exchanges of Ulysses: the seam that other ways of mixing positions go in at.
+"""Attention on the heads of one chunk, between the exchanges of Ulysses: where other ways of mixing positions go in.
 
 A ``Core`` makes q, k and v of what a rank has received and computes attention with them. Where it names a kernel whose
-backward can be called (``Core.call``), a chunk's attention is a call without a graph, and else an ordinary autograd graph.
+backward can be called (``Core.call``), a chunk's attention is a call without a graph, else an ordinary autograd graph.
 ``parallel/ulysses.py`` runs either through ``attend`` and ``attend_backward``, and knows neither.
 """
 
@@ -41,28 +41,22 @@ class Core:
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
-        """Return [s, m, r, d_v], in the order of the share's queries; ``kept`` as in ``attention_kernels.attend_with``."""
+        """Return [s, m, r, d_v], in the order of the share's queries; ``kept`` as of ``attend_with``."""
         raise NotImplementedError
 
     def call(
         self, recv_buffers: dict[str, Tensor], share: Share, shared: tuple[Tensor, Tensor] | None
     ) -> KernelCall | None:
-        """Return the kernel that computes the attention and its operands, prepared without a graph, for a backward by hand.
+        """Return the kernel that computes the attention, and its operands, made without a graph; None: autograd must.
 
-        Args:
-            recv_buffers: as of ``prepare``; may be modified, unless None is returned.
-            shared: keys and values that an earlier chunk has brought.
-        Returns:
-            None if autograd has to differentiate ``prepare`` or ``attend``.
+        ``shared``: keys and values that an earlier chunk has brought. May modify the buffers, unless it returns None.
         """
         return None
 
     def prepare_backward(self, grads: Heads, shapes: dict[str, torch.Size], share: Share) -> dict[str, Tensor]:
-        """Return the gradients of the received parts after ``call``, from those of the heads; they may be in the same memory.
+        """Return the gradients of the received parts after ``call``, perhaps in the memory of those of the heads.
 
-        Args:
-            grads: of q, and of k and v if this chunk has brought them.
-            shapes: of the parts.
+        ``grads``: of q, and of k and v if this chunk has brought them.
         """
         raise NotImplementedError
 
@@ -130,7 +124,8 @@ def attend(
 
 
 def attend_backward(
-    core: Core, state: Graph | Call, sources: dict[int, Graph], d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
+    core: Core, state: Graph | Call, sources: dict[int, Graph], d_out: Tensor, share: Share,
+    d_shared: dict[int, list[Tensor]],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:  # fmt: skip
     """Return the gradients of a chunk's received parts, and those of the core's parameters.
 
@@ -172,8 +167,7 @@ def _leaf(x: Tensor, train: bool) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """Alias of the same memory that is neither a leaf nor a view, so that it can be rotated in place and still have a gradient."""
-
+    # the same memory, neither a leaf nor a view, so that it can be rotated in place and still have a gradient
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         alias = torch.empty(0, dtype=x.dtype, device=x.device)

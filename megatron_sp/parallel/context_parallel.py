@@ -1,21 +1,20 @@
 """Attention over the positions of all cp ranks, with keys and values exchanged as the mask needs them.
 
-Rank i has the queries, keys and values of its own positions (``context_plan.py``). In shift t = 1 .. c-1 it sends to rank
-i+t the rows of its keys and values that that rank's queries see, and receives such rows from rank i-t: each row goes
-straight to who needs it, and nowhere else; a shift in which nobody needs anything does not take place. Softmax is
+Rank i has the queries, keys and values of its own positions (``context_plan.py``). In shift t = 1 .. c-1 it sends to
+rank i+t the rows of its keys and values that that rank's queries see, and receives such rows from rank i-t: each row
+goes straight to who needs it, and nowhere else; a shift in which nobody needs anything does not take place. Softmax is
 continued over what arrives (``ops/partial_attention.py``):
 
-    forward     own pieces | pieces with i-1 | pieces with i-2 | ...        the next shift's rows travel under the pieces of this one
+    forward     own pieces | pieces with i-1 | pieces with i-2 | ...    the next shift's rows travel under these
                  kv 1 -----^  kv 2 ----------^
     backward    own pieces, first half | pieces with i-1 | pieces with i-2 | ... | own pieces, second half
                  kv 1 -----------------^  kv 2 ----------^  d kv 1 to i-1       d kv c-1 ---------------^
 
-The halves are halves of the heads, for a triangle cut in two takes longer than whole; with a single key/value head, of the
-pieces.
-Backward has the keys and values sent once more (or kept, ``keep_kv``). A rank computes what its queries add to the
-gradients of another's keys and values, sends it to their owner in the dtype of the activations, and the owner adds up in
-fp32 (fp64 for fp64): its own if they are of the first half, then by distance as they arrive, then its own of the second half
-and the last that arrives. The order is given by plan and heads, so results repeat bit for bit.
+The halves are halves of the heads, for a triangle cut in two takes longer than whole; with a single key/value head, of
+the pieces. Backward has the keys and values sent once more (or kept, ``keep_kv``). A rank computes what its queries add
+to the gradients of another's keys and values, sends it to their owner in the dtype of the activations, and the owner
+adds up in fp32 (fp64 for fp64): its own if they are of the first half, then by distance as they arrive, then its own of
+the second half and the last that arrives. The order is given by plan and heads, so results repeat bit for bit.
 
 Sources: Ring Attention (arXiv:2310.01889), whose ring of equal parts this is not; DistFlashAttn (arXiv:2310.03294);
 planned exchange for packed documents: MagiAttention (arXiv:2505.13211).
@@ -66,7 +65,7 @@ def context_attention(
     counts: tuple[int, ...] | None = None, row_keys: Tensor | None = None, kept: ContextAttention | None = None,
     slices: SliceKeys | None = None, cover: Callable[[], None] | None = None,
 ) -> ContextAttention:  # fmt: skip
-    """Compute the attention of this rank's queries over the keys and values of all cp ranks. Collective over the cp group.
+    """Compute the attention of this rank's queries over the keys and values of all cp ranks. Collective over cp.
 
     Args:
         q: [L, m, r, d], the queries of this rank's L positions; m = b * groups, those of a sequence side by side.
@@ -135,16 +134,17 @@ def _checked(
     length = plan.lengths[cp.rank]
     if (q.shape[0], kv.shape[0]) != (length, length):
         raise ValueError(
-            f"cp rank {cp.rank} has queries of {q.shape[0]} positions and keys of {kv.shape[0]}, and the plan gives it {length}:"
-            " cut the sequence by the plan"
+            f"cp rank {cp.rank} has queries of {q.shape[0]} positions and keys of {kv.shape[0]}, and the plan gives it"
+            f" {length}: cut the sequence by the plan"
         )
     groups = q.shape[1] if counts is None else q.shape[1] // sum(counts) * len(counts)
     uneven = counts is not None and (q.shape[1] != batch * sum(counts) or q.shape[2] != 1)
     narrow = kv.shape[2] <= q.shape[3] if kv.ndim == 3 else kv.shape[2:] != (2, q.shape[3])
     if uneven or kv.shape[1] != groups or groups % batch or narrow:
+        each = "" if counts is None else f" with {counts} queries for each key"
         raise ValueError(
             f"queries {tuple(q.shape)} and keys and values {tuple(kv.shape)} do not fit together for {batch} sequences"
-            f"{'' if counts is None else f' with {counts} queries for each key'}: [L, b * g, r, d] and [L, b * g, 2, d] do"
+            f"{each}: [L, b * g, r, d] and [L, b * g, 2, d] do"
         )
     plan.require_all_pairs(cp.rank)
     if not plan.alike and plan.mask.sequences != batch:
@@ -156,9 +156,9 @@ def _checked(
 class _Message:
     """Layout of the rows that rank j sends to rank i, and on the way back of their gradients.
 
-    A row is the key and the value of each head, so that one exchange carries both. Where all sequences need the same rows
-    these lie as in [L, m, d + d_v], and one run of them is no copy; else the rows of one sequence follow those of another,
-    [rows, m / b, d + d_v].
+    A row is the key and the value of each head, so that one exchange carries both. Where all sequences need the same
+    rows these lie as in [L, m, d + d_v], and one run of them is no copy; else the rows of one sequence follow those of
+    another, [rows, m / b, d + d_v].
     """
 
     runs: tuple[tuple[Run, ...], ...]  # for each sequence (one entry if all are alike) runs of rows of L_j
@@ -220,15 +220,12 @@ class _Half(NamedTuple):
 
 
 class _Tables:
-    """Stages, messages and shifts of a rank; the same for all layers and passes, and derived from the plan when first asked for.
-
-    Attributes:
-        shifts: those in which any rank sends anything to any other; the same on all ranks.
-    """
+    """Stages, messages and shifts of a rank, for all layers and passes; derived from the plan when first asked for."""
 
     def __init__(self, plan: ContextPlan, rank: int, columns: Columns) -> None:
         self.plan, self.rank, self.columns = plan, rank, columns
         size = plan.cp_size
+        # those in which any rank sends anything to any other; the same on all ranks
         self.shifts = [
             t for t in range(1, size) if any(plan.num_rows((j + t) % size, j, columns.batch) for j in range(size))
         ]
@@ -251,10 +248,9 @@ class _Tables:
         return self._stages[j]
 
     def halves(self, by_heads: bool) -> tuple[_Half, _Half]:
-        """Two halves of the stage with this rank's own keys: the last gradients travel under the second. All is in the first if none do.
+        """Return two halves of the stage with own keys: the last gradients, if there are any, travel under the second.
 
-        Args:
-            by_heads: each has half of the heads, which costs nothing; else half of the work of all heads, in more pieces.
+        With ``by_heads`` each has half of the heads, which costs nothing, else half of all heads' work, in more pieces.
         """
         own = self.stage(self.rank)
         if by_heads and self.shifts:
@@ -297,7 +293,7 @@ class _Pass:
         return self.cp.exchange_async("kv", send, self._only(to, send.numel()), self._only(source, incoming.numel(kv)))
 
     def send_back(self, d_rows: Tensor, kv: Tensor, shift: int) -> Handle:
-        """Start the way back of a shift: gradients of the rows of the rank ``shift`` behind, those of this rank's to here."""
+        # start the way back of a shift: gradients of the rows of the rank ``shift`` behind, this rank's come here
         to, source = self.peer(-shift), self.peer(shift)
         mine = self.tables.message(source, self.cp.rank)
         return self.cp.exchange_async(
@@ -348,7 +344,9 @@ class _ContextAttention(torch.autograd.Function):
         return kept.out, kept.lse, *kept.received
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, d_out: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         row_keys, q, kv, out, lse, *received = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros_like(out)  # others wait for this rank's part

@@ -35,8 +35,9 @@ from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 _CHUNKS_TRIED = (1, 2, 4, 8, 16)
 _CHUNKS_IN_ALL = 512  # with more, dealing takes longer than it saves
 _MARGIN = 0.02  # more chunks are more pieces, and more rows sent: taken only if they save more than this
-# What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element, F FLOP/s, r query
-# heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600 over 400 Gbit/s: one for all between
+# What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element,
+# F FLOP/s, r query heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600
+# over 400 Gbit/s: one for all between
 _PAIRS_PER_ROW = 1024
 
 

@@ -1,17 +1,17 @@
 """Distribution of heads over sp ranks: the plan of a Ulysses exchange, in plain numbers.
 
-A projection makes the heads of three sections, q, k and v, each head from its own rows of the weight; r query heads use one
-key and one value head. The query heads of a tp rank are distributed over P sp ranks in contiguous runs, ceil(n/P) on the
-first ranks; a rank gets the key/value heads that its queries use, so these are sent unexpanded, and to several ranks if they
-share one (arXiv:2309.14509).
+A projection makes the heads of three sections, q, k and v, each head from its own rows of the weight; r query heads
+use one key and one value head. The query heads of a tp rank are distributed over P sp ranks in contiguous runs,
+ceil(n/P) on the first ranks; a rank gets the key/value heads that its queries use, so these are sent unexpanded, and to
+several ranks if they share one (arXiv:2309.14509).
 
 A plan is a list of chunks, which pass through projection, exchange, attention and the exchange back one after another,
 and for each chunk the messages that carry its q, k and v:
 
     none        one chunk, one message
     split-qkv   one chunk, three messages: q, k, v (with context parallelism two in every mode: q, k and v)
-    chunked     G chunks of the rank's query heads, one message each; if a group is split into several chunks, its first chunk
-                carries the key and value for all of them
+    chunked     G chunks of the rank's query heads, one message each; if a group is split into several chunks, its first
+                chunk carries the key and value for all of them
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sections(NamedTuple):
 
     @classmethod
     def in_groups(cls, queries_per_group: int, num_groups: int, width: int, v_width: int | None = None) -> Sections:
-        """Return the sections of a weight in group order, rows [g, r * d + d + d_v]: queries, key, value of each group."""
+        """Return those of a weight in group order, rows [g, r * d + d + d_v]: queries, key, value of each group."""
         r, of_group = queries_per_group, (queries_per_group + 1) * width + (v_width or width)
         firsts = [group * of_group for group in range(num_groups)]
         queries = tuple(first + place * width for first in firsts for place in range(r))
@@ -96,7 +96,7 @@ class Message:
 
     @cached_property
     def stride(self) -> tuple[int, int, int] | None:
-        """(First row, rows of a run, from run to run), if two or more ranks have one run each, equally long and far apart."""
+        """(First row, rows of a run, from run to run) if several ranks have one run each, as long and as far apart."""
         if len(self.of_rank) < 2 or any(len(runs) != 1 for runs in self.of_rank):
             return None
         starts = [runs[0].start for runs in self.of_rank]
@@ -116,9 +116,9 @@ class ChunkMessages(NamedTuple):
 class HeadChunk:
     """One chunk of the pipeline.
 
-    A group that is split over several chunks has its key and value sent once, with the chunk that comes first: in the forward
-    pass its first chunk, and where backward makes heads again, from the last chunk to the first, its last one. Their gradients
-    are complete after the group's first chunk, with which they go back.
+    A group that is split over several chunks has its key and value sent once, with the chunk that comes first: in the
+    forward pass its first chunk, and where backward makes heads again, from the last chunk to the first, its last one.
+    Their gradients are complete after the group's first chunk, with which they go back.
     """
 
     shares: tuple[Share, ...]  # the shares of all ranks
@@ -141,7 +141,7 @@ def plan_heads(
     Args:
         mode: how exchanges are split.
         num_chunks: G, for "chunked"; limited to a rank's number of query heads.
-        pairs: keys and values have a message of their own, pair by pair: what arrives is what context parallelism sends on.
+        pairs: keys and values have a message of their own, pair by pair, as context parallelism sends them on.
     Raises:
         ValueError: there are fewer query heads than ranks.
     """
@@ -174,7 +174,7 @@ def is_used_later(by_chunk: list[tuple[Share, ...]], index: int, rank: int) -> b
 
 
 def is_uniform(share: Share, queries_per_group: int) -> bool:
-    """Return whether all key/value heads that the share uses serve equally many of its queries, so that heads are in group order."""
+    """Return whether all key/value heads of a share serve equally many queries: heads are then in group order."""
     known: dict[int, bool] = share.__dict__.setdefault("_uniform", {})  # every layer of every step asks
     if queries_per_group not in known:
         places = key_of_each_query(share, queries_per_group)

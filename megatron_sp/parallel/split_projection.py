@@ -1,7 +1,7 @@
 """Projections of which a part of the rows or columns at a time is known: the products around the exchanges of Ulysses.
 
-    to the heads     send buffer of rank r = a @ W[rows of rank r].T + b[rows of rank r]      rows of the fused QKV weight
-    from the heads   y = sum over pieces of piece @ W[:, columns of the piece].T              columns of the output projection's weight
+    to the heads     send buffer of rank r = a @ W[rows of rank r].T + b[rows of rank r]    rows of the QKV weight
+    from the heads   y = sum over pieces of piece @ W[:, columns of the piece].T            columns of the output's
 
 Weight gradients are computed for the same rows and columns, message by message (``RowWiseGrad``) and piece by piece
 (``put_grad_of_columns``). Nothing here communicates, except that ``project_pieces`` leaves the tensor-parallel region.
@@ -66,7 +66,7 @@ def take(weight: Tensor, rows: list[slice]) -> Tensor:
 
 
 def take_of_ranks(weight: Tensor, message: Message) -> Tensor:
-    """Return the rows of a message: [ranks, width, ...], a view, if the ranks' rows are equally far apart, else as ``take`` does."""
+    """Return the rows of a message: a view [ranks, width, ...] if the ranks' are as far apart, else as ``take``."""
     if message.stride is None:
         return take(weight, message.rows)
     first, width, step = message.stride
@@ -76,12 +76,13 @@ def take_of_ranks(weight: Tensor, message: Message) -> Tensor:
 
 
 def project_back_to_ranks(grad: Tensor, weight: Tensor, columns: list[slice], out: Tensor) -> None:
-    """Compute grad @ weight[:, columns of each rank], one after another in ``out``, flat: the gradients of the ranks' heads.
+    """Compute grad @ weight[:, columns of each rank], one after another: the gradients of the ranks' heads.
 
     Args:
         grad: [tokens, h].
         weight: [h, n*d_v].
         columns: of each rank, empty for a rank without heads.
+        out: flat.
     """
     tokens, ranks = grad.shape[0], len(columns)
     starts, widths = [some.start for some in columns], [some.stop - some.start for some in columns]
@@ -107,7 +108,7 @@ def project_pieces(
     *,
     batch: int,
 ) -> tuple[Tensor, list[HeadColumns]]:
-    """Compute leave(sum of piece @ weight[:, columns].T) + bias + residual; return it with the pieces, which backward needs.
+    """Compute leave(sum of piece @ weight[:, columns].T) + bias + residual; return it with the pieces, for backward.
 
     Args:
         pieces: columns of the input [s * b, n*d]; several are added up as they arrive.
@@ -135,7 +136,7 @@ def project_pieces(
 def put_grad_of_columns(
     main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[HeadColumns]
 ) -> Tensor | None:
-    """Compute the weight gradient of ``project_pieces``, grad.T @ piece in each piece's columns; None if it is in the main_grad."""
+    """Compute the weight gradient of ``project_pieces``, grad.T @ piece for each; None if it is in the main_grad."""
     if len(pieces) == 1:
         return put_weight_grad(main_grad, weight, grad, pieces[0][1])
     if main_grad is not None and main_grad.later(

@@ -1,6 +1,7 @@
-"""Heads of a block under Ulysses sequence parallelism: projection, exchange, attention and exchange back (arXiv:2309.14509).
+"""Heads of a block under Ulysses: projection, exchange, attention and exchange back (arXiv:2309.14509).
 
-    x [s/sp, b, h] -> norm -> q, k, v of all heads -> exchange -> attention [s, b, some heads] -> exchange -> [s/sp, b, n*d_v]
+    x [s/sp, b, h] -> norm -> q, k, v of all heads -> exchange -> attention [s, b, some heads] -> exchange
+        -> [s/sp, b, n*d_v] -> projection
 
 Between the exchanges a rank has the whole sequence for its share of the heads. The projection writes directly to the
 send buffer, the receive buffer is the input of the attention, and the attention's output is the send buffer of the
@@ -9,19 +10,19 @@ exchange back: nothing is permuted.
 The heads are processed in chunks (``parallel/heads.py``), each with one or three messages, and the schedule is the same
 for all modes:
 
-    forward    project 0 | project 1  | attend 0 | project 2 | attend 1 | ...       the exchange of chunk i+1 and the exchange back
-                   in 0 -----^  in 1 --------^ out 0 ...                            of chunk i-1 overlap with the attention of chunk i
-    backward   the same from the last chunk to the first; dW of the output projection overlaps with the first exchange, the
-               gradients of the QKV projection, message by message, with the last ones
+    forward    project 0 | project 1  | attend 0 | project 2 | attend 1 | ...    the exchange of chunk i+1 and the one
+                   in 0 -----^  in 1 --------^ out 0 ...                         back of chunk i-1 under attention of i
+    backward   the same from the last chunk to the first; dW of the output projection overlaps with the first exchange,
+               the gradients of the QKV projection, message by message, with the last ones
 
 Without overlap each exchange is waited for as soon as it has been started. The exchanges and projections are
-differentiated by hand. The attention itself is a ``Core`` (``parallel/attention_core.py``), of which no more is known here
-than the widths of the heads.
+differentiated by hand. The attention itself is a ``Core`` (``parallel/attention_core.py``), of which no more is known
+here than the widths of the heads.
 
 A chunk's heads are *fresh* in backward, kept since the forward pass, or *remade*: where attention's results are kept
-(``ops/attention_kernels.py``), q, k and v need not be, and backward projects and sends them again, chunk by chunk, so that
-only those of two chunks exist at a time. A recomputation that finds the results of its first pass does no more than the
-output projection; --recompute-qkv does the same without one.
+(``ops/attention_kernels.py``), q, k and v need not be, and backward projects and sends them again, chunk by chunk, so
+that only those of two chunks exist at a time. A recomputation that finds the results of its first pass does no more
+than the output projection; --recompute-qkv does the same without one.
 
     backward   remake 1 | d out 1 | remake 0, attention 1 | d out 0 | attention 0 | ...
 """
@@ -97,7 +98,7 @@ class HeadGrads(NamedTuple):
 
 @dataclass
 class Projection:
-    """Input of the heads' projection: a [tokens, h], weight and bias; ``a`` is let go as soon as all chunks are projected."""
+    """Input of the heads' projection: ``a`` [tokens, h] is let go as soon as all chunks are projected."""
 
     a: Tensor
     weight: Tensor
@@ -167,10 +168,9 @@ class HeadsPass:
             self.results.restore(tensors)
 
     def results_of_first_pass(self, like: Tensor) -> list[Handle]:
-        """Return what ``forward`` does, from the results that a recomputation has of its first pass; none if it has what they brought.
+        """Return what ``forward`` does, from the results of a recomputation's first pass; none if they have come back.
 
-        Args:
-            like: has the dtype and the device of the activations.
+        ``like`` has the dtype and the device of the activations.
         """
         assert self.plan.kept is not None
         self.sp.mark(OUTPUT_PROJECTION)
@@ -243,8 +243,8 @@ class HeadsPass:
         """Yield (columns of [tokens, n*d_v], contents of those columns) of the attention's output as it arrives.
 
         A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are
-        concatenated first, since a product for each would cost more than the copy. In a recomputation that has them they
-        are yielded as they were.
+        concatenated first, since a product for each would cost more than the copy. In a recomputation that has them
+        they are yielded as they were.
         """
         chunks, count = self.plan.chunks, self.sp.size * len(self.plan.chunks)
         has_received = self.replays and self.plan.keeps_received
@@ -285,9 +285,10 @@ class HeadsPass:
     # backward
 
     def backward_to_messages(
-        self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None], remade: Projection | None = None
+        self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None],
+        remade: Projection | None = None,
     ) -> HeadGrads:  # fmt: skip
-        """Compute the gradients of the heads from that of the output, and start sending them to the ranks of their positions.
+        """Compute the gradients of the heads, and start sending them to the ranks of their positions.
 
         Args:
             grad: [tokens, h].
@@ -367,9 +368,9 @@ class HeadsPass:
         return self.sp.size == 1 and len(self.plan.chunks) == 1 and len(message.rows) == 1
 
     def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
-        """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows]), for each rank or in one piece.
+        """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows]).
 
-        The choice is made as in ``outputs``.
+        There is one for each rank, or one of all; the choice is made as in ``outputs``.
         """
         widths = message.widths
         if self.sp.size == 1:
