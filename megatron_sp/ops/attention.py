@@ -4,8 +4,8 @@
 projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
 queries and one key and value each), so grouped-query attention needs neither a copy nor a special case.
 
-Packed documents, padding and windows are pieces of the square of queries and keys (``ops/partial_attention.py``), and only
-these are computed. On the CPU ``tiled_attention.TiledAttention`` computes those of any mask. On a GPU documents are one call
+Packed documents, padding and windows are pieces of the square of queries and keys (``ops/attention_pieces.py``), and
+only these are computed. On the CPU ``TiledAttention`` computes those of any mask. On a GPU documents are one call
 of a flash kernel for packed sequences, which knows windows, too; what it does not take is a call for each piece.
 
 Kernels (``ops/attention_choice.py`` chooses):
@@ -14,8 +14,8 @@ Kernels (``ops/attention_choice.py`` chooses):
     sdpa                      torch's scaled_dot_product_attention, with its fused kernels for CPU and GPU
     cudnn                     the same with cuDNN's kernel before its others, where that knows the mask
     sdpa-fa3, sdpa-fa4        the same after FlashAttention 3 or 4 has taken the place of its flash kernel
-    reference                 plain matrix products; the only one with hash-based attention dropout, and so the only one whose
-                              dropout is the same in every parallel layout
+    reference                 plain matrix products; the only one with attention dropout by hash, which is the same in
+                              every parallel layout
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class AttentionMask:
             attends only to keys of its own document. None: one document. Cannot be combined with ``key_lengths``.
         window: a query attends only to itself and the ``window`` - 1 keys before it; requires ``causal``. None: to all
             keys before it.
-        bias: [b, 1, 1, s_k], added to the scores of one query per sequence: 0, or -inf where a key is hidden. Replaces all others.
+        bias: [b, 1, 1, s_k], added to the scores of one query per sequence: 0, or -inf where a key is hidden. Replaces
+            all others.
     """
 
     causal: bool = True
@@ -120,7 +121,9 @@ def split_qkv(
     qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None = None,
     v_width: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return views of the fused tensor, q [s, b*g, r, d], k [s, b*g, 1, d] and v [s, b*g, 1, d_v]; backward packs the gradients once.
+    """Return views of the fused tensor, q [s, b*g, r, d], k [s, b*g, 1, d] and v [s, b*g, 1, d_v].
+
+    Backward packs the gradients once.
 
     Args:
         rotary: cos and sin, by which queries and keys are rotated first, in place. Backward rotates the packed gradient
@@ -144,7 +147,9 @@ class _SplitQKV(torch.autograd.Function):
         return cut_qkv(qkv, queries_per_group, head_dim, rotary, v_width)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
         return join_qkv(grad_q, grad_k, grad_v, ctx.shape, ctx.rotary), None, None, None, None
 
 
@@ -166,7 +171,7 @@ def cut_qkv(
 def join_qkv(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return the gradient of the fused tensor from those of its parts, in whose memory it is if they are views of one tensor."""
+    """Return the gradient of the fused tensor, in the memory of those of its parts if they are views of one tensor."""
     (s, m, r, d), d_v = grad_q.shape, grad_v.shape[3]
     if d != d_v:
         packed = empty((s, m, (r + 1) * d + d_v), dtype=grad_q.dtype, device=grad_q.device)
@@ -189,10 +194,10 @@ def join_qkv(
 
 
 def core_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0, dropout_rows: Tensor | None = None,
-    kept: KeptTensors | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0,
+    dropout_rows: Tensor | None = None, kept: KeptTensors | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of m independent groups, softmax(q k^T / sqrt(d)) v; values may have another width than queries and keys.
+    """Compute attention of m independent groups, softmax(q k^T / sqrt(d)) v; values may be of another width.
 
     Args:
         q: [s_q, m, r, d].
@@ -274,7 +279,7 @@ def _all_pairs(s_q: int, s_k: int, causal: bool, window: int | None = None) -> S
 def _pieces_of(
     q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName
 ) -> tuple[tuple[AttentionPiece, ...] | None, int]:
-    """Return the pieces within which attention is computed, if the mask has several, and the columns of m per sequence."""
+    # the pieces within which attention is computed, if the mask has several, and the columns of m per sequence
     if mask.documents is not None:
         return pieces_of_documents(mask.documents, mask.causal), q.shape[1] // len(mask.documents)
     if mask.key_lengths is None or kernel == "reference" or q.shape[0] != k.shape[0] or mask.window is not None:
@@ -317,7 +322,8 @@ def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, h
             else f"torch {torch.__version__} has no fused kernel for a CPU whose backward can be called"
         )
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"torch's kernel for {str(dtype).removeprefix('torch.')} on a GPU is not a flash kernel, and its results are not kept"
+        name = str(dtype).removeprefix("torch.")
+        return f"torch's kernel for {name} on a GPU is not a flash kernel, and its results are not kept"
     if head_dim % 8 or head_dim > MOST_HEAD_DIM:
         return f"no flash kernel takes heads {head_dim} wide as they are (a multiple of 8, at most {MOST_HEAD_DIM})"
     if kernel in FLASH_NAMES:
@@ -326,10 +332,10 @@ def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, h
 
 
 def _by_piece(
-    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[AttentionPiece, ...], each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
-    dropout_rows: Tensor | None, kept: KeptTensors | None,
+    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[AttentionPiece, ...], each: int, mask: AttentionMask,
+    kernel: KernelName, dropout: float, dropout_rows: Tensor | None, kept: KeptTensors | None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention within pieces only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
+    # attention within pieces only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply
     causal, window = mask.causal, mask.window
     varlen_kernel = _varlen_kernel(q, v, causal, kernel, dropout, window) if _are_documents(pieces, each, q) else None
     if varlen_kernel is not None:
@@ -349,7 +355,7 @@ def _by_piece(
 def _causal_from_the_start(
     q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, dropout: float, kept: KeptTensors | None
 ) -> Tensor:  # fmt: skip
-    """Causal attention where query i attends to keys 0 to i and there are more queries than keys: the rest attend to all keys."""
+    # query i attends to keys 0 to i, and there are more queries than keys: the rest attend to all
     n = k.shape[0]
     parts = [core_attention(q[:n], k, v, AttentionMask(True), kernel=kernel, dropout=dropout, kept=kept)]
     parts.append(core_attention(q[n:], k, v, AttentionMask(False), kernel=kernel, dropout=dropout, kept=kept))
@@ -366,7 +372,7 @@ def _flash_with_lse(kernel: KernelName, q: Tensor, v: Tensor) -> FlashKernel | N
 def _varlen_kernel(
     q: Tensor, v: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None
 ) -> Callable[..., Tensor] | None:
-    """Return a kernel for all documents at once (``gpu_kernels.varlen``), or None if there is none for these arguments."""
+    # a kernel for all documents at once (``gpu_kernels.varlen``), or None if there is none for these arguments
     if kernel in FLASH_NAMES:
         name = kernel
 
@@ -394,7 +400,7 @@ def _flash_of_torch(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Call torch's flash kernel on a GPU directly, since SDPA supports neither cumulative sequence lengths nor windows."""
+    # torch's flash kernel on a GPU itself, since SDPA supports neither cumulative sequence lengths nor windows
     more: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     d_v = v.shape[-1]
     if d_v != q.shape[-1]:
@@ -407,7 +413,7 @@ def _flash_of_torch(
 
 
 def torch_has_varlen(q: Tensor, v: Tensor | None = None) -> bool:
-    """Return whether torch's flash kernel supports q like this with cumulative sequence lengths, by the conditions of SDPA.
+    """Return whether torch's flash kernel takes q like this with cumulative lengths, by the conditions of SDPA.
 
     Args:
         v: the values, where these may have another width: the narrower heads are padded.
@@ -431,7 +437,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """Return the ends of the documents of each sequence, given the document index of each token, int [b, s]; None if each has only one."""
+    """Return the ends of each sequence's documents from the tokens' indices, int [b, s]; None if each has one."""
     b, s = documents.shape
     last = torch.ones(b, s, dtype=torch.bool, device=documents.device)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
@@ -462,10 +468,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) 
 
 
 def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
-    """Call SDPA with the mask as a tensor, for some of the queries at a time, so that it is never s_q x s_k for long sequences.
-
-    Training needs no such mask, so nothing keeps the tiles' masks for backward.
-    """
+    # with the mask as a tensor, for some of the queries at a time, so that it is never s_q x s_k for long sequences;
+    # training needs no such mask, so nothing keeps the tiles' masks for backward
     s_q, s_k = q.shape[0], k.shape[0]
     behind = s_k - s_q  # position of the first query among the keys
     blind = max(0, -behind) if mask.causal else 0  # queries before the first key
@@ -483,7 +487,7 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropou
 
 
 def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False) -> Tensor:
-    """Call SDPA with torch's choice of kernel; [s, m, r, d] -> [m, r, s, d] and back are views, since the kernels take strides."""
+    # torch's choice of kernel; [s, m, r, d] -> [m, r, s, d] and back are views, since the kernels take strides
     if q.device.type == "cuda":
         return _fused_sdpa(q, k, v, allowed, dropout, causal)
     q, k, v = by_head(q, k, v)
@@ -503,7 +507,7 @@ def _fused_sdpa(
 
     Raises:
         RuntimeError: no fused kernel takes this on this GPU.
-    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; that zero strides are right in backward, too: pytorch #191085.
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; zero strides are right in backward: pytorch #191085.
     """
     (r, d), d_v = q.shape[2:], v.shape[3]
     with _without_all_scores():
@@ -525,16 +529,17 @@ def _fused_sdpa(
         except RuntimeError as error:
             if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                 raise
+            dtype = str(q.dtype).removeprefix("torch.")
             raise RuntimeError(
-                f"no fused kernel of torch computes attention in {str(q.dtype).removeprefix('torch.')} with heads {d} wide on this GPU, and"
-                " the plain one holds the scores of all pairs of tokens in memory: --attention-backend unfused asks for it"
+                f"no fused kernel of torch computes attention in {dtype} with heads {d} wide on this GPU, and the plain"
+                " one holds the scores of all pairs of tokens in memory: --attention-backend unfused asks for it"
             ) from error
     return out[..., :d_v].permute(2, 0, 1, 3)
 
 
 @contextmanager
 def _without_all_scores() -> Iterator[None]:
-    """Keep SDPA from taking its plain form; what else may be taken stays as it is (``torch.nn.attention.sdpa_kernel``)."""
+    # keep SDPA from taking its plain form; what else may be taken stays as it is, unlike with ``sdpa_kernel``
     before = torch.backends.cuda.math_sdp_enabled()
     torch.backends.cuda.enable_math_sdp(False)
     try:
@@ -601,7 +606,7 @@ def _allowed(
     queries: slice | None = None,
     keys: slice | None = None,
 ) -> Tensor | None:
-    """Return the mask as bool, broadcastable to [m, r, s_q, s_k], True where attention is allowed; None if nothing is masked.
+    """Return the mask as bool, broadcastable to [m, r, s_q, s_k], True where allowed; None if nothing is masked.
 
     Args:
         queries, keys: the part of it to make; None: all of it.
@@ -627,7 +632,7 @@ def fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
 
 
 def head_row_keys(rows: Tensor, groups: int, queries_per_group: int, first_head: int = 0) -> Tensor:
-    """Return row keys for attention dropout, one per query and head: int32 [s, b] -> [b*g, r, s]; head numbers are global."""
+    """Return keys for attention dropout, for each query and head: int32 [s, b] -> [b*g, r, s]; heads count globally."""
     heads = torch.arange(first_head, first_head + groups * queries_per_group, device=rows.device, dtype=torch.int64)
     mixed = (rows.to(torch.int64)[..., None] * 0x10001 + heads + 1) * -7046029254386353131  # 2^64 / golden ratio, odd
     return rearrange(fold32(mixed ^ (mixed >> 29)), "s b (g r) -> (b g) r s", g=groups)

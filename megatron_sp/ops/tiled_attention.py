@@ -1,12 +1,13 @@
-"""Kernels that compute attention in pieces tile by tile: torch's on the CPU, and the plain reference in any dtype on any device.
+"""Kernels that compute attention in pieces tile by tile: torch's on the CPU, and the plain reference on any device.
 
-``CPUFlash`` and ``Reference`` continue a softmax over the keys of several ranks; ``TiledAttention`` is for all keys at once.
+``CPUFlash`` and ``Reference`` continue a softmax over the keys of several ranks; ``TiledAttention`` is for all keys at
+once.
 
-A band (a sliding window that cuts through a piece) is cut into tiles of queries with the keys that they reach, so that no
-mask is as large as a long piece; anything else is one tile. Tiles of one shape, whose calls would cost more than their
-work, are copied side by side, diagonals of about the same length right-padded to the longest: causal attention never sees
-later positions, and their gradient is zero. No tile has a query without keys: torch's CPU kernel gives such a row lse = 0,
-which would win over real rows.
+A band (a sliding window that cuts through a piece) is cut into tiles of queries with the keys that they reach, so that
+no mask is as large as a long piece; anything else is one tile. Tiles of one shape, whose calls would cost more than
+their work, are copied side by side, diagonals of about the same length right-padded to the longest: causal attention
+never sees later positions, and their gradient is zero. No tile has a query without keys: torch's CPU kernel gives such
+a row lse = 0, which would win over real rows.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Tiles of one kernel call, longest first, and the columns of m: all, if there are several tiles; keeps where their rows are."""
+    """Tiles of one kernel call; it keeps where their rows are."""
 
-    tiles: Tiles
-    columns: slice
+    tiles: Tiles  # longest first
+    columns: slice  # of m; all, if there are several tiles
     _known: dict[Hashable, _RowNumbers] = field(default_factory=dict, repr=False)
 
     def row_numbers(self, rows: Rows, keys: bool) -> _RowNumbers:
@@ -69,7 +70,7 @@ class _RowNumbers(NamedTuple):
 
 
 def _calls(stage: Stage, q: Tensor, v_width: int, bands: bool) -> tuple[_Call, ...]:
-    """Return kernel calls whose results take about 1 MiB each (``ops/allocator.py :: blocks``); a large tile has calls of its own."""
+    # kernel calls whose results take about 1 MiB each (``ops/allocator.py :: blocks``); a large tile has its own
     each, row = q.shape[1], q.shape[2] * max(q.shape[3], v_width) * q.element_size()
 
     def make() -> Iterator[_Call]:
@@ -143,14 +144,14 @@ class _At:
 
 
 class _Block(NamedTuple):
-    """Operands of a kernel call: q [n, r, rows, d]; k and v [n, 1, keys, d or d_v]; the mask's kind and shape; what dropout keeps."""
+    """Operands of a kernel call."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    tile: Tile
+    q: Tensor  # [n, r, rows, d]
+    k: Tensor  # [n, 1, keys, d]
+    v: Tensor  # [n, 1, keys, d_v]
+    tile: Tile  # the mask's kind and shape
     window: int
-    keep: Tensor | None
+    keep: Tensor | None  # what dropout keeps
 
 
 class _TileKernel:
@@ -163,7 +164,7 @@ class _TileKernel:
         raise NotImplementedError
 
     def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, and of k and v for each query or summed over r, from those of out and the final out and lse."""
+        """Return the gradients of q, and of k and v for each query or summed over r; out and lse are the final ones."""
         raise NotImplementedError
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
@@ -193,7 +194,7 @@ class _TileKernel:
     def calls(
         self, stage: Stage, q: Rows, k: Rows, v: Rows, row_keys: Rows | None, *, bands: bool = True
     ) -> Iterator[tuple[_Call, _At, _At, _Block]]:
-        """Yield each kernel call with the places of its queries and of its keys, and its operands; ``bands``: of ``batches_of``."""
+        """Yield each kernel call, the places of its queries and keys, its operands; ``bands``: of ``batches_of``."""
         for call in _calls(stage, q.x, v.width, bands):
             queries, keys, keep = _At(call, q, keys=False), _At(call, k, keys=True), None
             if self.dropout > 0:
@@ -227,7 +228,7 @@ class CPUFlash(_TileKernel):
 
 @dataclass(frozen=True)
 class TiledAttention:
-    """Attention over all keys of a mask at once, by torch's CPU kernel (an ``LseKernel``); its lse are those of the calls.
+    """Attention over all keys of a mask, by torch's CPU kernel (an ``LseKernel``); its lse are those of the calls.
 
     Every query is in one piece, so nothing is merged: results are written straight to their places, in the dtype of q.
     They are zero for queries outside of all pieces.
@@ -325,18 +326,15 @@ class Reference(_TileKernel):
 
 
 def band_mask(tile: Tile, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the additive mask [queries, keys] of a tile of a band: 0 where query a sees key b, 0 <= a + offset - b < window, else -inf."""
+    """Return the additive mask [queries, keys] of a tile of a band: 0 where a query sees a key, else -inf."""
     first = window - 1 - tile.offset
     return _whole_band(window, dtype, device)[: tile.queries, first : first + tile.keys]
 
 
 @lru_cache(maxsize=4)
 def _whole_band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mask of a tile with all keys that it reaches, ``window`` - 1 before its first query on; others are parts of it.
-
-    On a GPU its rows are a multiple of 16 elements apart: SDPA then takes it as it is, where it would save a padded copy
-    for each tile.
-    """
+    # of a tile with all keys that it reaches, from ``window`` - 1 before its first query on; others are parts of it. On
+    # a GPU its rows are a multiple of 16 elements apart: SDPA then takes it as it is, and saves no padded copy of each
     rows = window_tile(window)
     keys = window - 1 + rows
     distance = torch.arange(rows, device=device)[:, None] + window - 1 - torch.arange(keys, device=device)
@@ -346,10 +344,8 @@ def _whole_band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _keep(stage: Stage, call: _Call, row_keys: Tensor, rate: float) -> Tensor:
-    """Return which probabilities of a call dropout keeps, bool [n * m, r, rows, keys], given the rows' keys, int32 [n * m, r, rows].
-
-    A key's channel is its position in its document, as in one process.
-    """
+    # which probabilities of a call dropout keeps, bool [n * m, r, rows, keys], by the rows' keys, int32 [n * m, r,
+    # rows]; a key's channel is its position in its document, as in one process
     longest, found = max(tile.keys for tile in call.tiles), []
     for tile, keys in zip(call.tiles, row_keys.unflatten(0, (len(call.tiles), -1)), strict=True):
         runs = _channels(stage, tile)

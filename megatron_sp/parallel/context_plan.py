@@ -35,14 +35,14 @@ from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 _CHUNKS_TRIED = (1, 2, 4, 8, 16)
 _CHUNKS_IN_ALL = 512  # with more, dealing takes longer than it saves
 _MARGIN = 0.02  # more chunks are more pieces, and more rows sent: taken only if they save more than this
-# What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element,
-# F FLOP/s, r query heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600
-# over 400 Gbit/s: one for all between
+# What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an
+# element, F FLOP/s, r query heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink
+# (340 GB/s), 3,600 over 400 Gbit/s: one for all between
 _PAIRS_PER_ROW = 1024
 
 
 class _Span(NamedTuple):
-    """Queries that see keys of one range alone: the range of the queries themselves, or, under a causal mask, one before all of them."""
+    """Queries that see keys of one range alone: that of the queries themselves, or, if causal, one before them."""
 
     q_start: int
     q_stop: int
@@ -84,7 +84,7 @@ class _Part(NamedTuple):
 
 
 class _Index:
-    """Spans of a mask, found by position: how many pairs queries see, and which keys, without a look at every position or document."""
+    """Spans of a mask by position: how many pairs queries see, and which keys, without a look at every position."""
 
     def __init__(self, mask: RowMask) -> None:
         self.length, self.causal, self.window, self.packed = (
@@ -126,9 +126,8 @@ class _Index:
     def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Part]:
         """Yield the parts of a run of queries, in order; their range of keys may be empty.
 
-        Args:
-            outside: only those that see keys outside the run: its first or its last part, since spans between them are documents
-                that lie within the run.
+        ``outside``: only those that see keys outside the run: its first or its last part, since spans between them are
+        documents that lie within the run.
         """
         spans, starts = self.spans[sequence], self.starts[sequence]
         first, last = bisect_right(starts, run[0]) - 1, bisect_right(starts, run[1] - 1) - 1
@@ -144,7 +143,7 @@ class _Index:
                 yield _Part(q_start, q_stop, k_start, k_stop)
 
     def num_received(self, runs: Runs, held: Runs) -> int:
-        """Return how many rows a rank with queries ``runs`` and keys ``held`` receives from all others together, in all sequences."""
+        """Return how many rows a rank with queries ``runs`` and keys ``held`` receives from all others."""
         total, own = 0, _Numbering(held)
         for sequence in range(len(self.spans)):
             needed = merge_runs(
@@ -166,17 +165,17 @@ def areas_before(mask: RowMask) -> Callable[[int], int]:
 
 @lru_cache(maxsize=256)
 def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Run | None = None) -> tuple[Runs, ...]:
-    """Deal the positions of a row to the cp ranks so that all compute about as many pairs, with about as many positions.
+    """Deal the positions of a row to the cp ranks so that all have about as many pairs, and as many positions.
 
     The row is cut into equal chunks, the same number for each rank. With one chunk each, rank i has chunk i; else
     ``load_balancing.py`` deals them by area. All sequences of the micro-batch are cut alike, by the sum of their areas.
 
-    Without ``num_chunks``, the number is 1 for a bidirectional row, whose chunks are all alike, and for windows up to a
-    quarter of the row, of which each chunk needs one more. Else it is the fewest of 1, 2, 4 and 8 (and 16 for documents)
-    with which attention takes at most 2 % longer than if the mean rank's pairs were all; if there is none, the fewest at
-    most 2 % above the best. Time is that of the slowest rank where the exchange is hidden: of computing its pairs or of
-    receiving its rows, whichever is longer, a row counting as much as 1,024 pairs. This gives 2 for a causal row, the
-    zigzag. docs/benchmarks/context_plan.md has what other rules cost.
+    Without ``num_chunks``, the number is 1 for a bidirectional row, whose chunks are all alike, and for windows up to
+    a quarter of the row, of which each chunk needs one more. Else it is the fewest of 1, 2, 4 and 8 (and 16 for
+    documents) with which attention takes at most 2 % longer than if the mean rank's pairs were all; if there is none,
+    the fewest at most 2 % above the best. Time is that of the slowest rank where the exchange is hidden: of computing
+    its pairs or of receiving its rows, whichever is longer, a row counting as much as 1,024 pairs. This gives 2 for a
+    causal row, the zigzag. docs/benchmarks/context_plan.md has what other rules cost.
 
     Args:
         num_chunks: chunks for each rank; fewer in a row that has fewer positions.
@@ -263,11 +262,9 @@ class ContextPlan:
     Results are computed when they are first asked for, and kept.
 
     Attributes:
-        mask: the mask.
         runs: runs of positions of each rank, in order, which it has the queries of.
-        keys: runs of positions that it has the keys of: the same, or with slices of the row (``sequence_slices.py``) those of all slices
-            so far. The L_i of a key's row are those of these runs.
-        cp_size: number of ranks.
+        keys: runs of positions that it has the keys of: the same, or with slices of the row (``sequence_slices.py``)
+            those of all slices so far. The L_i of a key's row are those of these runs.
         lengths: L_i, number of positions of each rank's queries.
         alike: all sequences have the same pieces and rows, which are described once.
     """
@@ -303,7 +300,7 @@ class ContextPlan:
         return self._rows[i, j]
 
     def local_rows(self, i: int, j: int) -> tuple[Runs, ...]:
-        """Return ``rows`` as rows of L_j; what lies one after another there is one run, whatever the distance of the positions."""
+        """Return ``rows`` as rows of L_j; what lies one after another there is one run, however far positions are."""
         held = self._numberings_of_keys[j]
         return tuple(
             merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j)
@@ -367,7 +364,7 @@ class ContextPlan:
         return self._index.area(self.runs[i])
 
     def require_all_pairs(self, i: int) -> None:
-        """Check that the pieces of rank i are all pairs that the mask allows its queries: never a silent attention to a part of the keys.
+        """Check that the pieces of rank i are all pairs that the mask allows its queries: no key is left out silently.
 
         Raises:
             RuntimeError: they are not.
@@ -376,8 +373,9 @@ class ContextPlan:
             found = sum(self._pairs(piece) for j in range(self.cp_size) for piece in self.pieces(i, j))
             if found != self.area(i):
                 raise RuntimeError(
-                    f"the plan of context parallelism has {found} pairs of queries and keys for cp rank {i} of {self.cp_size}, and the mask"
-                    f" allows {self.area(i)}: an error in the plan; use --sequence-parallel-size instead, and report it"
+                    f"the plan of context parallelism has {found} pairs of queries and keys for cp rank {i} of"
+                    f" {self.cp_size}, and the mask allows {self.area(i)}: an error in the plan; use --sequence-parallel-size"
+                    " instead, and report it"
                 )
             self._checked.add(i)
 
@@ -457,15 +455,15 @@ class ContextPlan:
 
 
 def plan_context(mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None = None) -> ContextPlan:
-    """Return the plan for a mask and the runs of positions of each rank, as ``cut_row`` gives them; the same object for the same ones.
+    """Return the plan for a mask and the runs of positions of each rank, the same object for the same ones.
 
     Args:
         mask: of the whole row.
-        runs: of the queries; with ``keys`` those of a slice of the row.
+        runs: of the queries, as ``cut_row`` gives them; with ``keys`` those of a slice of the row.
         keys: runs of each rank's keys, which are those of the slice and of all before it; None: a row is not sliced.
     Raises:
-        ValueError: the runs do not cover the row (with ``keys`` the slice, and all that is before its end) once, or those of a rank
-            are not in order or touch.
+        ValueError: the runs do not cover the row (with ``keys`` the slice, and all that is before its end) once, or
+            those of a rank are not in order or touch.
     """
     return _plan(mask, runs, keys)
 
