@@ -1,4 +1,4 @@
-"""Make any PyTorch model tensor-, sequence- and Ulysses-parallel without rewriting it; see ``docs/how-to/schedule.md``."""
+"""Make any PyTorch model tensor-, sequence- and Ulysses-parallel without rewriting it (docs/how-to/schedule.md)."""
 
 from megatron_sp.schedule.core.directives import Mesh, PathError
 from megatron_sp.schedule.core.kinds import Kind, register_shardable

@@ -109,7 +109,7 @@ class Schedule:
         return diff(self, other)
 
     def cost(self, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
-        """Compute the bytes that a rank holds, and sends in a step of ``batch`` rows of ``seq`` tokens, or arguments."""
+        """Compute the bytes that a rank holds, and sends in a step of ``batch`` rows of ``seq`` tokens."""
         return cost(self, batch, seq)
 
     def picture(self, path: str | Path) -> None:
