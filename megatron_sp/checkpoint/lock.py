@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.utils import processes
+from megatron_sp.utils import host as host_facts
 from megatron_sp.utils.errors import LockError
 from megatron_sp.utils.files import file_system, open_own, require_own
 
@@ -239,7 +239,7 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _this_process() -> dict[str, Any]:
-    pid, host, machine = os.getpid(), socket.gethostname(), processes.machine()
+    pid, host, machine = os.getpid(), socket.gethostname(), host_facts.machine()
     machine = "" if machine == host else machine  # without /proc a pid says nothing about its process
     return {"host": host, "machine": machine, "pid": pid, "process_start": _start_time(pid)}
 

@@ -24,7 +24,7 @@ from support.training import (
 )
 
 from megatron_sp.checkpoint import lock
-from megatron_sp.utils import processes
+from megatron_sp.utils import host as host_facts
 
 SAVE_EVERY_2 = ("--save-interval", 2, "--no-async-save")  # a kill in a step finds the one before it saved
 IN_BACKGROUND = ("--save-interval", 2)
@@ -141,7 +141,7 @@ def test_the_machine_was_booted_meanwhile(tmp_path: Path, clean: Path, kind: str
     assert (run / "LOCK").exists()
 
     def boot(rank: int) -> None:
-        processes.machine = lambda: "another-boot pid:[4026531836]"
+        host_facts.machine = lambda: "another-boot pid:[4026531836]"
         lock.file_system = lambda path: kind  # type: ignore[assignment]
 
     outcome = train(tmp_path, *flags, ranks=2, setup=boot).expect(code, "step-000002" if code == 0 else "is in use by pid ")

@@ -19,7 +19,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from megatron_sp.checkpoint import lock
 from megatron_sp.checkpoint.lock import RunLock, holder_of
-from megatron_sp.utils import processes
+from megatron_sp.utils import host as host_facts
 from megatron_sp.utils.errors import EXIT_LOCK, LockError
 
 
@@ -85,7 +85,7 @@ def test_a_zombie_is_dead_and_a_reused_pid_is_not_the_holder(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"host": "elsewhere"}, {"machine": f"{processes.machine().partition(' ')[0]} pid:[1]"}, {"host": "elsewhere", "pid": 1 << 30}],
+    [{"host": "elsewhere"}, {"machine": f"{host_facts.machine().partition(' ')[0]} pid:[1]"}, {"host": "elsewhere", "pid": 1 << 30}],
 )
 def test_on_another_machine_only_the_heartbeat_counts(changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     forge(tmp_path, age_s=60, **changes)

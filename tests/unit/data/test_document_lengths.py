@@ -109,8 +109,6 @@ def test_no_token_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert dataset.document_lengths(0).sum() == packed.document_lengths(0).sum() == S
 
 
-
-
 class Stretches:
     """Samples from given stretches of tokens."""
 
