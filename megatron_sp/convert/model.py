@@ -1,4 +1,4 @@
-"""What passes between readers and writers: a checkpoint in our terms, options, the interface of a format."""
+"""Interface of readers and writers: a checkpoint in our terms, options, the interface of a format."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Options:
 
 
 class Writer(Protocol):
-    """What ``command.convert`` writes with."""
+    """Options with which ``command.convert`` writes."""
 
     def write(self, model: Any, path: Path, options: Options, progress: Progress) -> None:
         """Write a checkpoint into a folder that does not exist yet."""

@@ -415,7 +415,7 @@ def run_rank(
 
 
 class _Mark(NamedTuple):
-    """Where a segment begins: numbers of the next entry of the trace, call, event and launch; and what it is of."""
+    """Beginning of a segment: numbers of the next entry of the trace, call, event and launch; and what it is of."""
 
     trace: int
     call: int

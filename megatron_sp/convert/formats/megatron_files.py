@@ -108,7 +108,7 @@ _ARGUMENTS = (
 
 
 class Written(NamedTuple):
-    """What a rank's file says of the process and the run that wrote it."""
+    """Facts in a rank's file about the process and the run that wrote it."""
 
     path: Path
     rank: int | None  # global rank that wrote it; None: not stated

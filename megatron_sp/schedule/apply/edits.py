@@ -1,4 +1,4 @@
-"""What lines change around the split layers: modules, attributes, notes, and hooks that exchange tensors."""
+"""Changes that lines make around the split layers: modules, attributes, notes, and hooks that exchange tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, before and after a model is split, since it would silently give wrong results.
+"""Refusals, before and after a model is split, of what would silently give wrong results.
 
 Before: lines that cannot be meant, as the lines and the model's modules alone show. What else may be wrong with them,
 ``verify()`` measures. After: a copy would compute with the layers of the original, a second schedule would split

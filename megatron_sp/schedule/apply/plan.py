@@ -1,4 +1,4 @@
-"""Which parameters are split, along which dims and into which rows; planned and checked on the whole model."""
+"""Plan of the parameters that are split, along which dims and into which rows; checked on the whole model."""
 
 from __future__ import annotations
 
