@@ -130,7 +130,7 @@ def _measure(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def report(numbers: dict[str, float | int | None], about: dict[str, Any], output: str | None) -> None:
-    """Print the results, one on each line, and write the file. Raises DiskError."""
+    """Print the results and write the file. Raises DiskError."""
     for name, value in numbers.items():
         if value is not None:
             text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"

@@ -100,13 +100,6 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
     assert cli.main(["plot", str(tmp_path / "a"), "-o", str(tmp_path / "a.png")]) == 0
 
 
-def test_a_smoothed_curve_does_not_lag() -> None:
-    line = [100.0 - i for i in range(200)]
-    assert plot.smoothed(line) == pytest.approx(line)
-    assert plot.smoothed([1.0, math.nan, 3.0])[1] == 2.0
-    assert plot.smoothed([]) == []
-
-
 @pytest.mark.parametrize(("name", "axis"), [("loss.png", "step"), ("loss.svg", "tokens"), ("loss.svg", "time")])
 def test_pictures(resumed: Path, tmp_path: Path, name: str, axis: str) -> None:
     pytest.importorskip("matplotlib")
@@ -156,11 +149,6 @@ def test_mistakes(
     assert cli.main(["plot", str(tmp_path), *arguments]) == code
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
-
-
-def test_a_run_that_does_not_exist_is_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plot", str(tmp_path / "absent")]) == 4
-    assert "absent cannot be read" in capsys.readouterr().err
 
 
 def test_help_needs_neither_torch_nor_matplotlib() -> None:

@@ -164,52 +164,36 @@ def test_equal_runs_and_others(tmp_path: Path) -> None:
 # Processes
 
 
-@pytest.mark.parametrize(
-    "flags, mode, asks",
-    [
-        ({"sp_overlap_comm": True}, {"mode": "split-qkv", "chunks": 1}, "add --sp-overlap-mode split-qkv, which"),
-        ({"sp_overlap_mode": "auto"}, {"mode": "chunked", "chunks": 2}, "add --sp-overlap-mode chunked --sp-head-chunks 2, which"),
-        ({"sp_overlap_mode": "chunked"}, {"mode": "chunked", "chunks": 2}, None),
-        ({"sp_overlap_comm": True, "sequence_parallel_size": 1}, None, None),
-    ],
-)  # fmt: skip
-def test_what_timing_settles_is_refused(flags: dict[str, Any], mode: dict[str, Any] | None, asks: str | None) -> None:
+NO_OVERLAP = {"sp_overlap": {"mode": "none", "chunks": 1}}
+
+
+@pytest.mark.parametrize("flags, layout, kernel, asks", [
+    ({"sp_overlap_comm": True}, {"sp_overlap": {"mode": "split-qkv", "chunks": 1}}, "", "add --sp-overlap-mode split-qkv, which"),
+    ({"sp_overlap_mode": "auto"}, {"sp_overlap": {"mode": "chunked", "chunks": 2}}, "",
+     "add --sp-overlap-mode chunked --sp-head-chunks 2, which"),
+    ({"sp_overlap_mode": "chunked"}, {"sp_overlap": {"mode": "chunked", "chunks": 2}}, "", None),
+    ({"sp_overlap_comm": True, "sequence_parallel_size": 1}, {"sp_overlap": None}, "", None),
+    ({"context_parallel_size": 4}, {**NO_OVERLAP, "sizes": "given"}, "", None),
+    ({"context_parallel_size": 4}, {**NO_OVERLAP, "sizes": "timed"}, "",
+     "give --sequence-parallel-size 2 --context-parallel-size 4, which it has chosen"),
+    ({"sequence_parallel_size": 1}, {}, "flash3", "add --attention-backend flash3, which it has chosen now"),
+    ({"sequence_parallel_size": 1}, {}, "sdpa", "add --attention-backend fused, which it has chosen now"),
+    ({"sequence_parallel_size": 1}, {}, "sdpa-fa4", "add --attention-backend flash4, which it has chosen now"),
+    ({"sequence_parallel_size": 1}, {}, None, None),
+])  # fmt: skip
+def test_what_timing_settles_is_refused(flags: dict[str, Any], layout: dict[str, Any], kernel: str | None, asks: str | None) -> None:
     """Restarted before its first save a run would choose anew, and the choice is in the last bits of its losses."""
     config = Config()
-    config.parallel.sequence_parallel_size = 2
-    for name, value in flags.items():
+    for name, value in {"sequence_parallel_size": 2, **flags}.items():
         setattr(config.parallel, name, value)
-    record = {"config": config.to_dict(), "environment": {"layout": {"sp_overlap": mode}}}
+    record: dict[str, Any] = {"config": config.to_dict(), "environment": {"layout": layout}}
+    if kernel != "":  # None: it was not timed
+        record["attention"] = {"kernel": kernel or "flash3", "ms": {kernel: 1.0, "cudnn": 2.0} if kernel else {}}
     if asks is None:
         require_settled(record)
         return
     with pytest.raises(ConfigError, match=asks):
         require_settled(record)
-
-
-def test_sizes_that_timing_settles_are_refused() -> None:
-    config = Config()
-    config.parallel.sequence_parallel_size, config.parallel.context_parallel_size = 2, 4
-    for sizes in ("given", "timed"):
-        record = {"config": config.to_dict(), "environment": {"layout": {"sp_overlap": {"mode": "none", "chunks": 1}, "sizes": sizes}}}
-        if sizes == "given":
-            require_settled(record)
-            continue
-        with pytest.raises(ConfigError, match="give --sequence-parallel-size 2 --context-parallel-size 4, which it has chosen"):
-            require_settled(record)
-
-
-@pytest.mark.parametrize("kernel, flag", [("flash3", "flash3"), ("sdpa", "fused"), ("sdpa-fa4", "flash4")])
-def test_a_timed_attention_kernel_is_refused_too(kernel: str, flag: str) -> None:
-    record = {
-        "config": Config().to_dict(),
-        "environment": {"layout": {}},
-        "attention": {"kernel": kernel, "ms": {kernel: 1.0, "cudnn": 2.0}},
-    }
-    with pytest.raises(ConfigError, match=f"add --attention-backend {flag}, which it has chosen now"):
-        require_settled(record)
-    record["attention"]["ms"] = {}
-    require_settled(record)
 
 
 def test_only_what_we_have_started_gets_a_signal(tmp_path: Path) -> None:
