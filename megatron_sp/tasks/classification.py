@@ -22,7 +22,7 @@ from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.tasks.gpt import tokenizer_provider
-from megatron_sp.training.run import Run, Task
+from megatron_sp.training.parts import Run, Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss, on_device
 from megatron_sp.utils.errors import DiskError

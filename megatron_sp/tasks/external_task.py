@@ -27,7 +27,7 @@ from megatron_sp.schedule.apply.apply import Applied
 from megatron_sp.schedule.apply.zero import UnitHooks, find_blocks, order_of, units_of
 from megatron_sp.schedule.verify.copies import Float64Mode, one_expert_at_a_time
 from megatron_sp.tasks import bert, gpt
-from megatron_sp.training.run import Task
+from megatron_sp.training.parts import Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
 from megatron_sp.utils.errors import CheckpointError, ConfigError

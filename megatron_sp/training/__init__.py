@@ -3,7 +3,8 @@
 The core, in reading order:
     loop.py             a whole run: join the other ranks, build, then step, save, validate, stop
     step.py             one optimizer step: micro-batches in, one update out
-    run.py              the parts of a run, in the order in which they are built; what may fail where
+    parts.py            what a run consists of
+    run.py              its parts, in the order in which they are built; what may fail where
     microbatches.py     global batch size and its ramp-up
     train_state.py      what a checkpoint holds, and how it is restored
     pipelined.py        a step's forward and backward passes where the model is cut into stages

@@ -21,7 +21,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.utils.format import format_count, format_parameters
 
 if TYPE_CHECKING:
-    from megatron_sp.training.run import Run
+    from megatron_sp.training.parts import Run
 
 
 def announce(run: Run) -> None:

@@ -26,9 +26,10 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.training import nan_checks
 from megatron_sp.training.metrics import Console
+from megatron_sp.training.parts import Run, RunContext, Task
 from megatron_sp.training.report import NO_LOSS_TOKENS, about_no_loss_tokens, profiler
 from megatron_sp.training.resume_point import require_kept_steps, require_own_checkpoint
-from megatron_sp.training.run import Run, RunContext, Task, prepare
+from megatron_sp.training.run import prepare
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import KillSwitch, StopSignals, Watchdog
 from megatron_sp.training.step import evaluate_batches, on_device

@@ -21,7 +21,7 @@ from megatron_sp.utils.files import atomic_write_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron_sp.training.run import Run
+    from megatron_sp.training.parts import Run
     from megatron_sp.training.step import StepResult
 
 _WAY_OUT = "Lower --lr, give it a warm-up, or resume an earlier checkpoint with --ckpt-step"
@@ -30,7 +30,6 @@ _END = 2  # skipped steps in a row at the end of a run that are an error: a sing
 
 def count_bad_step(run: Run, result: StepResult) -> None:
     """Count a step that was not finite, and dump it. Collective. Raises NumericsError for too many in a row."""
-    # an ordinary fp16 overflow is none
     # an ordinary fp16 overflow is none
     context, progress = run.context, run.state.progress
     limit = context.config.precision.max_bad_steps

@@ -30,7 +30,7 @@ from megatron_sp.training.train_state import Progress
 from megatron_sp.utils.format import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from megatron_sp.training.run import Run
+    from megatron_sp.training.parts import Run
 
 NO_LOSS_TOKENS = "no loss tokens"
 

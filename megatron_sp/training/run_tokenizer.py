@@ -17,7 +17,6 @@ def find_tokenizer(
 ) -> None:  # fmt: skip
     """Point the configuration to the run's own copy of the tokenizer, if it is adopted or its files are missing."""
     # when a run goes on, the flags should name its tokenizer, which ``require_same`` checks
-    # when a run goes on, the flags should name its tokenizer, which ``require_same`` checks
     if not goes_on and not is_adopted:
         return
     record = kept.Record.from_json(stored.get("tokenizer"))

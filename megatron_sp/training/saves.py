@@ -39,7 +39,7 @@ from megatron_sp.utils.format import format_bytes
 
 if TYPE_CHECKING:
     from megatron_sp.checkpoint.background import BackgroundSaves
-    from megatron_sp.training.run import Run
+    from megatron_sp.training.parts import Run
 
 _PATIENCE_S = 2.0  # for a commit that is almost complete when a peer is lost
 _KEPT = "older checkpoints are as they were"
@@ -229,7 +229,6 @@ class SaveInterval:
 
     def saved(self, step: int, stall_s: float, write_s: float) -> str | None:
         """Record a save and, with "auto", choose the next interval; return a line if it has changed noticeably."""
-        # collective with "auto"
         # collective with "auto"
         self._last = step
         if not self.is_auto:

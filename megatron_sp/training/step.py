@@ -269,7 +269,6 @@ class TrainStep:
     ) -> None:  # fmt: skip
         """Run forward and backward of a micro-batch."""
         # key: the step for dropout, which may be a scalar on the device; step is for faults
-        # key: the step for dropout, which may be a scalar on the device; step is for faults
         if self.recorder is not None:
             self.recorder.enter("forward")
         context = self.context_of(batch, key)

@@ -24,7 +24,7 @@ from megatron_sp.comm import rendezvous
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import run as parts
 from megatron_sp.training import setup
-from megatron_sp.training.run import Run, RunContext, RunData
+from megatron_sp.training.parts import Run, RunContext, RunData
 from megatron_sp.training.signals import Watchdog
 from megatron_sp.training.step import TrainStep
 from megatron_sp.utils.files import atomic_write_text

@@ -23,7 +23,8 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training import graphs
 from megatron_sp.training.graphs import StepGraphs, Trial, decide, digest, is_profiled, kinds, require_captured, shape_of
-from megatron_sp.training.run import Origin, use_graphs
+from megatron_sp.training.parts import Origin
+from megatron_sp.training.run import use_graphs
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.step import StepOptions, StepParts, StepResult, TrainStep, evaluate_batches
 from megatron_sp.utils.errors import ConfigError

@@ -21,7 +21,7 @@ from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.config.schema import Config
 from megatron_sp.training import loop, nan_checks
 from megatron_sp.training.microbatches import BatchPlan
-from megatron_sp.training.run import Run
+from megatron_sp.training.parts import Run
 from megatron_sp.training.signals import KillSwitch
 from megatron_sp.training.step import StepResult
 from megatron_sp.training.train_state import Progress

@@ -25,7 +25,8 @@ from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training import loop, memory_estimate
 from megatron_sp.training import run as parts
 from megatron_sp.training.metrics import Console
-from megatron_sp.training.run import RunContext, prepare, set_vocab_size
+from megatron_sp.training.parts import RunContext
+from megatron_sp.training.run import prepare, set_vocab_size
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus
 from megatron_sp.training.signals import KillSwitch, StopSignals
