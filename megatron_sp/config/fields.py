@@ -1,9 +1,4 @@
-"""Flags as fields of dataclasses: help and bounds, kinds of values, and conditions under which a run reads a flag.
-
-The command line, YAML files and ``state.json`` all use ``FieldKind``, so a value means the same in all of them. Only
-types that occur in ``config/schema*.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly
-``| None``, an int or ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``.
-"""
+"""Flags as fields of dataclasses: help and bounds, kinds of values, and conditions under which a run reads a flag."""
 
 from __future__ import annotations
 
@@ -56,8 +51,7 @@ def flag(
     Args:
         help: one line for --help; also describes a default that is computed from other fields.
         aliases: other names of the flag, without leading dashes.
-        high: the largest value allowed (default: ``MAX_COUNT``, or ``MAX_NUMBER`` for a float): far above any real use,
-            and low enough that no arithmetic with it overflows or takes long.
+        high: the largest value allowed (default: ``MAX_COUNT``, or ``MAX_NUMBER`` for a float).
         alone: the value if the flag is given without one.
         path: the value is a file's path, or a prefix of one.
         only: the run reads it only under these conditions; --help says so in front of ``help``.
@@ -90,6 +84,9 @@ def shorten(text: str, most: int = 60) -> str:
 # --------------------------------------------------------------------------------------------------------------- kinds
 
 
+# The command line, YAML files and ``state.json`` all use it, so a value means the same in all of them. Only types that
+# occur in ``config/schema*.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly ``| None``,
+# an int or ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``.
 @dataclass(frozen=True)
 class FieldKind:
     """Type of one field."""
@@ -109,11 +106,7 @@ class FieldKind:
         return f"{one} [{one} ...]" if self.many else one
 
     def parse(self, words: Sequence[str]) -> Any:
-        """Convert words of a command line or YAML file to a value.
-
-        Raises:
-            ValueError: the words are not a valid value; the message has what was expected.
-        """
+        """Convert words of a command line or YAML file to a value. Raises ValueError: what was expected."""
         if self.many:
             if self.base == "int":
                 # "16 16 1000" in one pair of quotes is meant as three numbers, and so is "[16 16 1000]"
@@ -127,11 +120,7 @@ class FieldKind:
         return self._parse_word(words[0])
 
     def coerce(self, value: Any) -> Any:
-        """Check a value read from JSON and convert it to its exact type (list to tuple, int to float).
-
-        Raises:
-            ValueError: the value has another type.
-        """
+        """Convert a value read from JSON to its exact type (list to tuple, int to float). Raises ValueError."""
         if value is None and self.optional:
             return None
         if self.many:
@@ -229,12 +218,11 @@ def _uses_gelu(config: Any) -> bool:
 
 
 class When:
-    """Conditions under which flags have an effect: ``only=`` in ``schema*.py`` names them.
+    """Conditions under which flags have an effect: ``only=`` in ``schema*.py`` names them."""
 
-    A field whose condition does not hold is not read by the run; ``normalize`` names it in one line if it was set. What
-    --help and docs/reference/flags.md say in front of its meaning ("with --num-experts: ...") comes from here, too.
-    Where a flag without its condition is an error instead, the rule is in ``config/rules*.py``.
-    """
+    # A field whose condition does not hold is not read by the run; ``normalize`` names it in one line if it was set.
+    # What --help and docs/reference/flags.md say in front of its meaning ("with --num-experts: ...") comes from here,
+    # too. Where a flag without its condition is an error instead, the rule is in ``config/rules*.py``.
 
     # fmt: off
     EXPERTS = Condition("--num-experts", lambda c: c.model.has_experts, of_model=True)

@@ -4,8 +4,7 @@ A preset is a set of defaults for the model: values from a --config file or the 
 values are replaced automatically: the vocabulary by that of a given tokenizer, and the length of a learned position
 table by a longer --seq-length.
 
-Comments in the table explain deviations from the papers. Llama's scaled rotary frequencies (3.1 and later) are not
-included: these presets have the unscaled ones of pretraining at 8,192 tokens (for the others use --use-rope-scaling).
+Llama's scaled rotary frequencies (3.1 and later) are not included: for these use --use-rope-scaling.
 """
 
 from __future__ import annotations
@@ -143,10 +142,8 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_named(name: str, family: str | None = None) -> Preset:
-    """Return the preset of this name (case-insensitive; _ is taken for -).
+    """Return the preset of this name, of the family that the calling program trains, if one is given.
 
-    Args:
-        family: family that the calling program can train; None: any.
     Raises:
         ConfigError: there is no such preset (the message has the nearest names), or it is of the other family.
     """

@@ -1,12 +1,7 @@
 """Rules between the fields of a configuration, and values that one field implies for another.
 
-Nothing here needs torch, a file or a device, so every rank rejects an invalid command line at once, before the first
-collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and a remedy. The
-rules of a subject are in ``rules_*.py``; those of a feature are imported where one of its fields has not its default.
-
-Launch scripts are written once and used for many runs, so they contain flags without effect in this one, such as
-``--save-interval`` without ``--save``. ``normalize`` drops these, with one line for each, and only these: a flag whose
-request cannot be met, such as ``--finetune`` without ``--load``, is still an error.
+A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and a remedy. None needs torch,
+a file or a device, so every rank rejects an invalid command line at once, before the first collective.
 """
 
 from __future__ import annotations
@@ -33,9 +28,7 @@ from megatron_sp.config.schema import FIELDS, GROUPS, PEAK_TFLOPS, Config, defau
 from megatron_sp.utils.numbers import MAX_COUNT
 
 NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the ranks talk over gloo)"
-"""The line about a backend that the machine cannot have; ``training/setup.py`` says it where it is found out at the
-start.
-"""
+"""The line about a backend that the machine cannot have."""
 _MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems allow 255 and 4,095, and files inside the folder need some of them
 # The rules of a feature are imported where a field with one of these words in its name has not its default.
 _PIPELINE, _CONTEXT = ("pipeline",), ("cp_", "context_parallel", "delay_wgrad")
@@ -93,24 +86,20 @@ def validate(config: Config, world_size: int = 1) -> None:
 
 
 def violations(config: Config, world_size: int) -> list[str]:
-    """Return a message for each violated rule; if single values are out of range, only those: other rules need them.
+    """Return a message for each violated rule; if single values are out of range, only those.
 
-    What is about a model that is still to be taken from a checkpoint is checked when it has been
-    (``training/resume.py``).
+    A model that is still to be taken from a checkpoint is checked when it has been (``training/resume.py``).
     """
     return _range_texts(config) or [
         *(_about_model(config, world_size) if config.knows_model else ()),
-        *_layout(config, world_size),
-        *batch_violations(config, world_size),
-        *_curriculum(config),
+        *_layout_and_batch(config, world_size),
         *length_violations(config),
         *learning_rate_violations(config),
         *optimizer_violations(config),
         *precision_violations(config),
         *data_violations(config),
         *_checkpoint(config),
-        *_logging(config, world_size),
-        *_graphs(config),
+        *_logging_and_graphs(config, world_size),
     ]
 
 
@@ -142,6 +131,10 @@ def _defaults(cls: type, words: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
 
 
 # -------------------------------------------------------------------------------------------- flags without an effect
+#
+# Launch scripts are written once and used for many runs, so they contain flags without effect in this one, such as
+# --save-interval without --save. These are dropped, with one line for each, and only these: a flag whose request cannot
+# be met, such as --finetune without --load, is still an error.
 
 
 def is_read(config: Config, group: str, name: str) -> bool:
@@ -162,10 +155,7 @@ def drop_nccl(config: Config, why: str) -> list[str]:
 
 
 def drop_flash(config: Config) -> list[str]:
-    """Take back what --use-flash-attn has asked for where there is no GPU: half of all scripts have the flag.
-
-    A kernel that --attention-backend names stays for the rules.
-    """
+    """Take back what --use-flash-attn, which half of all scripts have, has asked for where there is no GPU."""
     kernels = config.kernels
     if not kernels.use_flash_attn:
         return []
@@ -177,11 +167,7 @@ def drop_flash(config: Config) -> list[str]:
 
 
 def drop_unused(config: Config) -> list[str]:
-    """Reset the fields in ``config`` that have no effect in this run; idempotent. What a rule rejects is kept for it.
-
-    Returns:
-        One line for each field that was set: the flag, with the reason in brackets.
-    """
+    """Reset the fields that have no effect in this run, and return a line for each that was set; idempotent."""
     batch, checkpoint, kernels = config.batch, config.checkpoint, config.kernels
     # Megatron's values for "never": 0 for an interval, -1 for validation batches
     batch.exit_interval, batch.eval_interval = batch.exit_interval or None, batch.eval_interval or None
@@ -272,7 +258,7 @@ def _about_model(config: Config, world_size: int) -> Iterator[str]:
         yield from kernel_violations(config)
 
 
-def _layout(config: Config, world_size: int) -> Iterator[str]:
+def _layout_and_batch(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     if _asks(parallel, *_LAYOUT):
         from megatron_sp.config.rules_layout import whole_replica_violations, zero_violations
@@ -283,20 +269,11 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
         yield f"distributed_timeout_minutes ({parallel.distributed_timeout_minutes}) must be above 0"
     if world_size < 1:
         yield f"the number of processes ({world_size}) must be at least 1"
-
-
-def _curriculum(config: Config) -> Iterator[str]:
+    yield from batch_violations(config, world_size)
     if config.batch.seq_length_curriculum is not None:
         from megatron_sp.config.curriculum import curriculum_violations
 
         yield from curriculum_violations(config)
-
-
-def _graphs(config: Config) -> Iterator[str]:
-    if config.kernels.cuda_graphs == "on":
-        from megatron_sp.config.rules_kernels import obstacles, violation
-
-        yield from map(violation, obstacles(config))
 
 
 def _range_texts(config: Config) -> list[str]:
@@ -359,7 +336,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
         yield "--auto-resume cannot go on from checkpoints without optimizer state: drop --no-save-optim"
 
 
-def _logging(config: Config, world_size: int) -> Iterator[str]:
+def _logging_and_graphs(config: Config, world_size: int) -> Iterator[str]:
     log, parallel = config.logging, config.parallel
     if log.profile and log.profile_step_end <= log.profile_step_start:
         yield f"profile_step_end ({log.profile_step_end}) must be above profile_step_start ({log.profile_step_start})"
@@ -381,10 +358,13 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
         if parallel.verify_parallelism:
             yield f"{measures}, and --verify-parallelism compares one step and ends: give one of them"
     peak = log.peak_tflops
-    if peak is None or peak in PEAK_TFLOPS:
-        return
-    try:
-        if not 0 < float(peak) < math.inf:
-            yield f"peak_tflops ({peak}) must be above 0"
-    except ValueError:
-        yield f"peak_tflops ({peak}) must be a number of TFLOP/s above 0, or one of {', '.join(PEAK_TFLOPS)}"
+    if peak is not None and peak not in PEAK_TFLOPS:
+        try:
+            if not 0 < float(peak) < math.inf:
+                yield f"peak_tflops ({peak}) must be above 0"
+        except ValueError:
+            yield f"peak_tflops ({peak}) must be a number of TFLOP/s above 0, or one of {', '.join(PEAK_TFLOPS)}"
+    if config.kernels.cuda_graphs == "on":
+        from megatron_sp.config.rules_kernels import obstacles, violation
+
+        yield from map(violation, obstacles(config))

@@ -349,15 +349,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: Any) -> tuple[Config, list[str]]:
-        """Restore a configuration written by ``to_dict``, possibly in another version of this package.
+        """Restore what ``to_dict`` has written, possibly in another version of this package; untrusted.
 
-        Args:
-            data: the parsed JSON, untrusted.
-        Returns:
-            The configuration, neither normalised nor validated, and one warning for every entry unknown to this
-            version. Missing entries keep their defaults.
-        Raises:
-            ConfigError: an entry has the wrong type.
+        Returns the configuration, neither normalised nor validated, and a warning for every unknown entry. Raises
+        ConfigError: an entry has the wrong type.
         """
         if not isinstance(data, dict):
             raise ConfigError(f"a stored configuration must be an object of groups, got {type(data).__name__}")

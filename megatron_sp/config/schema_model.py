@@ -80,11 +80,7 @@ class ExpertConfig:
         return (self.moe_shared_expert_intermediate_size or 0) if self.has_experts else 0
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the numbers of the layers with experts, in order.
-
-        Raises:
-            ConfigError: --moe-layer-freq is no pattern of so many layers.
-        """
+        """Return the numbers of the layers with experts, in order. Raises ConfigError."""
         if not self.has_experts:
             return ()
         return tuple(layer for layer, has in enumerate(layer_pattern(self.moe_layer_freq, num_layers)) if has)
@@ -189,7 +185,7 @@ class ModelConfig(ExpertConfig):
 
     @property
     def token_types(self) -> int:
-        """Number of rows of the token-type (segment) embedding table; 0: there is none."""
+        """Rows of the token-type (segment) embedding table; 0: there is none."""
         if not self.is_bert:
             return 0
         return (2 if self.has_order_head else 0) if self.num_tokentypes is None else self.num_tokentypes
@@ -201,7 +197,7 @@ class ModelConfig(ExpertConfig):
 
     @property
     def norms_all_heads(self) -> bool:
-        """True if queries and keys are normed over all heads of a token; then all heads are in one chunk."""
+        """True if queries and keys are normed over all heads of a token together."""
         return self.qk_layernorm and self.qk_layernorm_scope == "all"
 
     @property
@@ -282,7 +278,7 @@ class ModelConfig(ExpertConfig):
 
     @property
     def max_positions(self) -> int:
-        """Number of positions of the model; the sequence length where not given."""
+        """Positions of the model."""
         return self.max_position_embeddings or _required(self.seq_length)
 
     @property
@@ -292,18 +288,15 @@ class ModelConfig(ExpertConfig):
 
 
 def is_expert_bias(name: str) -> bool:
-    """Return whether a tensor is the bias of a router: no parameter, and never of fewer bits than fp32."""
+    """Return whether a tensor is the bias of a router, which is no parameter."""
     return name.endswith(ROUTER_BIAS)
 
 
 def layer_pattern(text: str, num_layers: int) -> list[bool]:
-    """Return which layers have experts.
+    """Return which layers have experts: every N-th from the first on, or terms such as [0,1]*4 joined by +.
 
-    Args:
-        text: N for every N-th layer from the first on, or terms such as [0,1]*4 joined by +, in Megatron's way.
-        num_layers: layers of the model.
     Raises:
-        ConfigError: it is neither, or has another number of layers.
+        ConfigError: the text is neither, or has another number of layers.
     """
     plain = re.sub(r"[\s()]", "", text)
     if plain.isascii() and plain.isdigit() and 1 <= int(plain[:6]) <= MOST_LAYERS:

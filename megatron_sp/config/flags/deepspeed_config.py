@@ -1,9 +1,7 @@
 """DeepSpeed's JSON (``--deepspeed_config FILE``): its values become part of the configuration.
 
 ``deepspeed_keys.py`` defines the meaning of each key. A value that is also given on the command line or in ``--config``
-must agree: DeepSpeed never compared its JSON with the flags, and one of the two was silently ignored. For values that
-only DeepSpeed's engine reads (the ZeRO stage, clipping, loss scaling) the file takes precedence, and a line reports the
-overridden flag. Otherwise defaults apply.
+must agree: DeepSpeed never compared its JSON with the flags, and one of the two was silently ignored.
 """
 
 from __future__ import annotations
@@ -118,7 +116,7 @@ class DeepSpeedFile:
         return {}
 
     def switch(self, place: str, value: Any) -> bool | None:
-        """Return ``value`` if it is a boolean; else None, recording a problem unless it is null or "auto"."""
+        """Return a boolean; else None, recording a problem unless it is null or "auto"."""
         if isinstance(value, bool) or value is None or value == "auto":
             return value if isinstance(value, bool) else None
         self.problem(f'{place}: expected true, false or "auto", got {show(value)}')
@@ -179,13 +177,9 @@ _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
 
 
 def reconcile(file: DeepSpeedFile, config: Config, world_size: int) -> list[str]:
-    """Write the file's values into ``config``.
+    """Write the file's values into ``config``, which is neither normalised nor validated, and into its ``given``.
 
-    Args:
-        config: configuration from the command line, neither normalised nor validated; modified in place, ``given`` too.
-        world_size: number of processes, for the batch sizes.
-    Returns:
-        Problems of the file itself, and contradictions between the file and the command line.
+    Returns the file's problems, and contradictions between it and the command line.
     """
     problems = list(file.problems)
     # defaults last, dependent claims after the others

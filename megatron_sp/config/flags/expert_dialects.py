@@ -52,9 +52,7 @@ def resolve_expert_dialect(
     """Write into ``config`` what the words of the two programs mean, and what they leave out.
 
     Args:
-        config: all other settings; neither normalised nor validated. Modified in place, ``given`` too.
-        settings: all of them, for the names that were used.
-        held: those of ``HELD``, and --num-experts with its words if they are several, by name.
+        held: settings of ``HELD``, and --num-experts with its words if they are several, by name.
     Returns:
         A line for each flag without effect; what was assumed is told in ``config.understood``.
     Raises:

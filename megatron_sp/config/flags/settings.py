@@ -1,9 +1,4 @@
-"""Settings: flags as they were given on the command line or in a YAML file, and the configuration that they fill.
-
-A YAML file has the names, values and checks of the command line. It is parsed into nodes only and never constructed
-into objects, so a tag such as ``!!python/object`` is rejected as mere text; words keep their spelling in the file
-(``1e-4`` is a number here, though YAML 1.1 calls it a string), and every message can name its line.
-"""
+"""Settings: flags as they were given on the command line or in a YAML file, and the configuration that they fill."""
 
 from __future__ import annotations
 
@@ -84,7 +79,7 @@ def targets() -> dict[str, Target]:
 
 @cache
 def foreign_tables() -> dict[str, dict[str, str]]:
-    """Return the sections of the table of other programs' flags: by title, the reason of each name."""
+    """Return the sections of ``foreign_flags.txt``: by title, the reason of each name."""
     tables: dict[str, dict[str, str]] = {}
     names: dict[str, str] = {}
     reason, is_whole = "", True
@@ -114,7 +109,7 @@ class Draft:
     unread: set[str] = field(default_factory=set)  # names of the settings that could not be read
 
     def attempt(self, setting: Setting, handle: Callable[[Setting], None]) -> None:
-        """Call ``handle`` for a setting; what is wrong with it is one of the draft's problems."""
+        """Call ``handle`` for a setting, and note what is wrong with it."""
         try:
             handle(setting)
         except ValueError as error:
@@ -126,7 +121,7 @@ class Draft:
                 self.meant.add(targets()[setting.name][:2])
 
     def assign(self, setting: Setting) -> None:
-        """Set the field of one of our flags. Raises ValueError: it cannot have this value."""
+        """Set the field of one of our flags. Raises ValueError."""
         target = targets()[setting.name]
         self.config.set(target.group, target.name, _value(setting, target), setting.where)
         self.meant.discard((target.group, target.name))  # the last one counts
@@ -138,7 +133,7 @@ def fields_of_groups(*groups: str) -> set[tuple[str, str]]:
 
 
 def is_on(words: tuple[str, ...]) -> bool:
-    """Return whether a switch is on: without a value it is; in a file its value is true or false."""
+    """Return whether a switch is on, as it is without a value."""
     return not words or FieldKind("bool").parse(words)
 
 
@@ -177,15 +172,15 @@ def _window(text: str) -> str:
 
 
 def read_config_file(path: str) -> list[Setting]:
-    """Read the settings of a YAML file, in its order; empty values (``null``, ``[]``) keep the default.
+    """Read the settings of a YAML file; empty values (``null``, ``[]``) keep the default.
 
-    Keys are flag names with ``-`` or ``_``, flat or under the name of their group.
-
-    Raises:
-        ConfigError: the file is missing, too large, not YAML, or contains anything but flags with words or lists of
-            words.
+    Keys are flag names with ``-`` or ``_``, flat or under the name of their group. Raises ConfigError.
     """
     import yaml
+
+    # It is parsed into nodes only and never constructed into objects, so a tag such as ``!!python/object`` is rejected
+    # as mere text; words keep their spelling in the file (1e-4 is a number here, though YAML 1.1 calls it a string),
+    # and every message can name its line.
 
     text = read_text(path, f"--config {path}", MAX_FILE_BYTES, "a file of flags")
     try:
