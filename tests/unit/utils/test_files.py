@@ -21,26 +21,21 @@ def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["status.json"]
 
 
-def test_a_failed_write_keeps_the_old_file_and_removes_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("value", "error"), [("new", OSError), (object(), TypeError)], ids=["disk is full", "no JSON"])
+def test_a_failed_write_keeps_the_old_file_and_removes_its_own(
+    value: object, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "status.json"
-    atomic_write_text(path, "old\n")
+    atomic_write_json(path, "old")
 
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        atomic_write_text(path, "new\n")
-    assert path.read_text() == "old\n"
+    with pytest.raises(error, match=r"No space|not JSON serializable"):
+        atomic_write_json(path, value)
+    assert path.read_text() == '"old"\n'
     assert os.listdir(tmp_path) == ["status.json"]
-
-
-def test_what_is_no_json_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "status.json"
-    atomic_write_json(path, 1)
-    with pytest.raises(TypeError):
-        atomic_write_json(path, {"x": object()})
-    assert path.read_text() == "1\n"
 
 
 def test_the_file_is_on_the_disk_before_its_name_is_and_the_name_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
