@@ -88,7 +88,7 @@ class Correspondence:
     def of(
         cls, ours: dict[str, Shape], copies: Iterable[Copy], filled: Mapping[str, int] | None = None
     ) -> Correspondence:
-        """Make a correspondence. AssertionError: the copies do not cover each tensor of either side exactly once."""
+        """Make a correspondence; AssertionError unless the copies cover every tensor exactly once."""
         # the shapes of theirs follow from the copies; ``filled`` is the number of elements of theirs without
         # counterpart, by name: zero when written, ignored when read
         copies, theirs = list(copies), dict[str, Shape]()
@@ -170,7 +170,7 @@ def is_same(a: Tensor, b: Tensor) -> bool:
 
 
 class LastRead(Store):
-    """A store that caches the tensor read last."""
+    """A store that keeps the tensor read last."""
 
     def __init__(self, store: TensorStore) -> None:
         super().__init__(store.tensors(), store.read)
@@ -183,7 +183,6 @@ class LastRead(Store):
         return self._last[1]
 
     def forget(self) -> None:
-        """Release the cached tensor."""
         self._last = None
 
 

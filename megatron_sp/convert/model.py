@@ -76,7 +76,6 @@ class Model:
         return self.step if self.num_updates is None else self.num_updates
 
     def weights(self) -> dict[str, TensorInfo]:
-        """Return the tensors that are not the optimizer's."""
         return {name: info for name, info in self.store.tensors().items() if not name.startswith(OPTIMIZER)}
 
     def kinds(self) -> set[str]:
@@ -150,7 +149,7 @@ class Writer(Protocol):
         ...
 
     def size(self, model: Any, options: Options) -> int:
-        """Return about how many bytes ``write`` will write."""
+        """Return about the number of bytes."""
         ...
 
 
@@ -246,7 +245,6 @@ def _shapes_of_one(
 
 
 def stored_names(module: nn.Module) -> list[str]:
-    """Return the names of the parameters, and of the biases of routers."""
     names = [name for name, _ in module.named_parameters()]
     return names + [name for name, _ in module.named_buffers() if is_expert_bias(name)]
 
@@ -264,7 +262,7 @@ def match_tensors(
     where: str, correspondence: Correspondence, store: TensorStore, ignored: Mapping[str, str], *,
     tied: Mapping[str, str] | None = None, shown: Mapping[str, str] | None = None,
 ) -> list[Fate]:  # fmt: skip
-    """Return what becomes of a checkpoint's tensors, unless they do not fit."""
+    """Return what becomes of each tensor. Raises CheckpointError unless they are those of the model."""
     # ``ignored``: regular expressions of names that are dropped, each with the reason; ``tied``: further names of
     # tensors that the model has only once, which must have the same values; ``shown``: the names in the files
     shown, tied = shown or {}, tied or {}

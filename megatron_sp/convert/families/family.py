@@ -1,4 +1,4 @@
-"""Model families of Hugging Face: the interface, a validating reader of config.json, regions of our tensors."""
+"""The interface of model families, a validating reader of config.json, regions of our tensors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Tensors = Mapping[str, tuple[int, ...]]
 
 
 class Settings:
-    """The entries of a config.json, or of the arguments in Megatron's files."""
+    """Entries of a config.json, or Megatron's arguments."""
 
     def __init__(self, document: dict[str, Any], where: str) -> None:
         self.document, self.where = document, where
 
     def get(self, name: str, kind: type, default: Any = _MISSING) -> Any:
-        """Return an entry of this type, or the default for null and none."""
+        """Return an entry of this type; the default if it is null or missing."""
         value = self.document.get(name)
         if value is None:
             if default is _MISSING:
@@ -63,7 +63,6 @@ class Settings:
                                   " converted")  # fmt: skip
 
     def choice(self, name: str, options: dict[str, Any], default: str) -> Any:
-        """Return the option that an entry names."""
         word = self.get(name, str, default)
         if word not in options:
             raise CheckpointError(f"{self.where}: {name} is {word[:100]!r}: only {', '.join(options)} can be converted")
@@ -73,7 +72,6 @@ class Settings:
         self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None,
         theta: float = 10000.0
     ) -> None:  # fmt: skip
-        """Set the rotary positions."""
         # From rope_parameters or, in older files, from rope_theta and rope_scaling. ``base`` and ``percent``: older
         # names of the entries for the base and the rotated fraction of a head, ``theta`` and ``share`` their values if
         # the file does not say; without ``percent`` all of a head must be rotated where both are there, transformers
@@ -184,7 +182,7 @@ class Family(ABC):
 
     @abstractmethod
     def wanted(self, config: ModelConfig) -> dict[str, Any]:
-        """Return what fields must be, beside ``_PLAIN``."""
+        """Return the values that fields must have, beside ``_PLAIN``."""
 
     def fits(self, config: ModelConfig) -> str | None:
         """Return why this family does not compute this model, or None."""
@@ -210,7 +208,7 @@ class Family(ABC):
 
 
 def of_layer_norm(config: ModelConfig) -> dict[str, Any]:
-    """Return what families with LayerNorm want."""
+    # what the families with LayerNorm and without groups of heads want
     assert config.num_attention_heads
     return {
         "normalization": "LayerNorm", "squared_relu": False, "relu": config.relu, "qk_layernorm": False,
@@ -220,7 +218,6 @@ def of_layer_norm(config: ModelConfig) -> dict[str, Any]:
 
 
 def set_activation(config: ModelConfig, settings: Settings, name: str, default: str) -> None:
-    """Set the MLP's activation from this entry."""
     activation = settings.choice(name, ACTIVATIONS, default)
     config.relu = activation == "relu"
     if not config.relu:
@@ -228,7 +225,6 @@ def set_activation(config: ModelConfig, settings: Settings, name: str, default: 
 
 
 def set_biases(config: ModelConfig, *, attention: bool, proj: bool | None = None, mlp: bool) -> None:
-    """Set which linear layers have a bias."""
     proj = attention if proj is None else proj
     config.disable_bias_linear = not (attention and proj and mlp)
     if config.disable_bias_linear:
@@ -236,7 +232,7 @@ def set_biases(config: ModelConfig, *, attention: bool, proj: bool | None = None
 
 
 def pattern_of(with_experts: Iterable[bool]) -> str:
-    """Return --moe-layer-freq."""
+    """Return --moe-layer-freq of layers that have experts or not."""
     layers = list(with_experts)
     if all(layers):
         return "1"
@@ -260,18 +256,16 @@ class Sizes(NamedTuple):
 
 
 def blocks(config: ModelConfig) -> Iterator[tuple[int, str]]:
-    """Return number and prefix of each block."""
+    # (number, prefix of the names)
     stack = "encoder" if config.is_bert else "decoder"
     return ((i, f"{stack}.layers.{i}.") for i in range(config.num_layers or 0))
 
 
 def kinds(has_bias: bool) -> tuple[str, ...]:
-    """Return the tensors of a linear layer."""
     return BOTH if has_bias else (WEIGHT,)
 
 
 def same(ours: str, theirs: str, which: Iterable[str] = (WEIGHT,)) -> Iterator[Copy]:
-    """Return the copies of equal tensors."""
     return (Copy(View(f"{ours}.{kind}"), View(f"{theirs}.{kind}")) for kind in which)
 
 
@@ -284,7 +278,6 @@ def fused_parts(name: str, s: Sizes, kind: str) -> tuple[View, View, View]:
 
 
 def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Iterable[str]) -> Iterator[Copy]:
-    """Yield the copies with three separate projections."""
     for kind in which:
         rest = (s.h,) if kind == WEIGHT else ()
         for number, (part, name) in enumerate(zip(fused_parts(ours, s, kind), theirs, strict=True)):
@@ -296,7 +289,7 @@ def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Itera
 def gate_up(
     ours: str, gate: str, up: str, f: int, which: Iterable[str] = (WEIGHT,), expert: int | None = None
 ) -> Iterator[Copy]:
-    """Yield the copies between our [gate | up], perhaps of one expert, and two of theirs."""
+    """Yield the copies with our [gate | up], perhaps of one expert."""
     of = () if expert is None else (expert,)
     for kind in which:
         yield Copy(View(f"{ours}.{kind}", None, (*of, slice(0, f))), View(f"{gate}.{kind}"))
