@@ -1,4 +1,4 @@
-"""Interface of readers and writers: a checkpoint in our terms, options, the interface of a format."""
+"""A checkpoint in our own terms, between readers and writers; the options; the interface of a format."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Options:
 
 
 class Writer(Protocol):
-    """Options with which ``command.convert`` writes."""
+    """Interface for ``command.convert``."""
 
     def write(self, model: Any, path: Path, options: Options, progress: Progress) -> None:
         """Write a checkpoint into a folder that does not exist yet."""

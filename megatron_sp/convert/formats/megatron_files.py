@@ -108,7 +108,7 @@ _ARGUMENTS = (
 
 
 class Written(NamedTuple):
-    """Facts in a rank's file about the process and the run that wrote it."""
+    """The process and the run that wrote a rank's file."""
 
     path: Path
     rank: int | None  # global rank that wrote it; None: not stated
