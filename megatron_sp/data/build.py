@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -111,9 +112,7 @@ def build_datasets(
         reads.setdefault((read.indexed.prefix, read.bounds), read)
         return dataset
 
-    def mock(name: str, num: int) -> RowSet:
-        return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
-
+    mock = partial(MockGPTDataset, options, tokenizer=tokenizer)
     splits = _Builder(data, len, from_file, mock, seed).build_all(num_samples)
     by_ends = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
     notes: list[str] = []
@@ -166,9 +165,7 @@ def build_bert_datasets(
             vocab_size=vocab_size, name=read.split, cache_folder=folder,
         )  # fmt: skip
 
-    def mock(name: str, num: int) -> RowSet:
-        return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
-
+    mock = partial(MockBERTDataset, options, tokenizer=tokenizer)
     builder = _Builder(data, lambda indexed: indexed.document_index.size - 1, from_file, mock, seed)
     return _gathered(builder.build_all(num_samples), notes=tuple(dict.fromkeys(notes)))
 
@@ -198,14 +195,16 @@ class _Builder:
     data: DataConfig
     num_units: Callable[[IndexedDataset], int]  # how many units of a file --split divides
     from_file: Callable[[_Read, int | None, str, int], RowSet]  # (what, samples or None: one epoch, cache, seed)
-    mock: Callable[[str, int], RowSet]
+    mock: Callable[..., RowSet]  # (num_samples=, name=)
     seed: int
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def build_all(self, num_samples: tuple[int, int, int]) -> list[_Sets]:
         data = self.data
         if data.mock_data:
-            return [[("", self.mock(name, n))] if n else [] for name, n in zip(SPLITS, num_samples, strict=True)]
+            return [
+                [("", self.mock(num_samples=n, name=s))] if n else [] for s, n in zip(SPLITS, num_samples, strict=True)
+            ]
         self.own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
         weighted = (data.train_weighted_split_paths, data.valid_weighted_split_paths, data.test_weighted_split_paths)
         if not data.data_path and not any(self.own_paths) and not any(weighted):

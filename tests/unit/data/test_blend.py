@@ -61,17 +61,14 @@ def test_ties_and_extremes(weights: list[float]) -> None:
     assert (sets.tolist(), samples.tolist()) == sequential(w.tolist(), 3000)
 
 
-@pytest.mark.parametrize(
-    ("weights", "shares"),
-    [
-        ([1e308, 1e308], [0.5, 0.5]),
-        ([1.7e308, 1.7e308 / 4], [0.8, 0.2]),
-        ([1.7e308] * 4, [0.25] * 4),
-        ([1e308, 1e308, 1.0], [0.5, 0.5, 0.0]),
-        ([5e-324, 5e-324], [0.5, 0.5]),
-        ([5e-324, 15e-324], [0.25, 0.75]),
-    ],
-)
+@pytest.mark.parametrize(("weights", "shares"), [
+    ([1e308, 1e308], [0.5, 0.5]),
+    ([1.7e308, 1.7e308 / 4], [0.8, 0.2]),
+    ([1.7e308] * 4, [0.25] * 4),
+    ([1e308, 1e308, 1.0], [0.5, 0.5, 0.0]),
+    ([5e-324, 5e-324], [0.5, 0.5]),
+    ([5e-324, 15e-324], [0.25, 0.75]),
+])  # fmt: skip
 def test_weights_at_the_ends_of_the_range_have_their_shares(weights: list[float], shares: list[float]) -> None:
     """A sum of weights that overflows gave shares of 0, and samples that do not exist."""
     assert normalized(weights).tolist() == pytest.approx(shares, abs=1e-15)
@@ -100,17 +97,14 @@ def test_requests_are_rounded_up_twice() -> None:
     assert samples_per_set(np.array([0.5]), 1) == [2]  # the share is rounded up before the surplus, and again after it
 
 
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        (("a",), Blend(("a",), None)),
-        (("a", "b", "c"), Blend(("a", "b", "c"), None)),
-        (("a", "b"), Blend(("a", "b"), None)),  # even, but no weights
-        (("0.3", "a", "0.7", "b"), Blend(("a", "b"), (0.3, 0.7))),
-        (("2", "a"), Blend(("a",), (2.0,))),
-        (("1", "2", "3"), Blend(("1", "2", "3"), None)),  # odd: names that look like numbers
-    ],
-)
+@pytest.mark.parametrize(("parts", "expected"), [
+    (("a",), Blend(("a",), None)),
+    (("a", "b", "c"), Blend(("a", "b", "c"), None)),
+    (("a", "b"), Blend(("a", "b"), None)),  # even, but no weights
+    (("0.3", "a", "0.7", "b"), Blend(("a", "b"), (0.3, 0.7))),
+    (("2", "a"), Blend(("a",), (2.0,))),
+    (("1", "2", "3"), Blend(("1", "2", "3"), None)),  # odd: names that look like numbers
+])  # fmt: skip
 def test_data_path(parts: tuple[str, ...], expected: Blend) -> None:
     assert parse_blend(parts) == expected
 

@@ -125,17 +125,14 @@ class Stretches:
         return "x"
 
 
-@pytest.mark.parametrize(
-    "tokens, numbers, positions",
-    [
-        ([1, 2, 3], [0, 0, 0], [0, 1, 2]),
-        ([1, EOD, 2, 3], [0, 0, 1, 1], [0, 1, 0, 1]),
-        ([EOD, 1, 2], [0, 1, 1], [0, 0, 1]),
-        ([1, 2, EOD], [0, 0, 0], [0, 1, 2]),
-        ([1, EOD, EOD, 4, EOD, 5], [0, 0, 1, 2, 2, 3], [0, 1, 0, 0, 1, 0]),
-        ([EOD], [0], [0]),
-    ],
-)
+@pytest.mark.parametrize("tokens, numbers, positions", [
+    ([1, 2, 3], [0, 0, 0], [0, 1, 2]),
+    ([1, EOD, 2, 3], [0, 0, 1, 1], [0, 1, 0, 1]),
+    ([EOD, 1, 2], [0, 1, 1], [0, 0, 1]),
+    ([1, 2, EOD], [0, 0, 0], [0, 1, 2]),
+    ([1, EOD, EOD, 4, EOD, 5], [0, 0, 1, 2, 2, 3], [0, 1, 0, 0, 1, 0]),
+    ([EOD], [0], [0]),
+])  # fmt: skip
 def test_the_end_of_document_token_belongs_to_the_document_it_ends(tokens: list[int], numbers: list[int], positions: list[int]) -> None:
     data = PackedDataset(Stretches([*tokens, 0]), EOD, positions=True, documents=True)
     sample = data[0]

@@ -221,13 +221,10 @@ def test_cyclic_trains_on_one_epoch(tmp_path: Path) -> None:
     assert len(sets.valid) >= 500  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        ("969,30,1", r"a: the test split is empty \(0 of 60 sequences\): give it a larger share with --split \(or 0 to go without it\)"),
-        ("58,1,1", r"a: the test split is empty \(1 of 60 sequences, none of which has a token\): give it a larger share"),
-    ],
-)
+@pytest.mark.parametrize(("split", "message"), [
+    ("969,30,1", r"a: the test split is empty \(0 of 60 sequences\): give it a larger share with --split \(or 0 to go without it\)"),
+    ("58,1,1", r"a: the test split is empty \(1 of 60 sequences, none of which has a token\): give it a larger share"),
+])  # fmt: skip
 def test_empty_splits(split: str, message: str, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "a", vocab_size=257) as writer:
         for i in range(60):

@@ -131,19 +131,16 @@ def test_where_words_start(tmp_path: Path) -> None:
     assert pieces.starts_word(np.array([0, 1, 1, 3, 1])).tolist() == [True, False, False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("contents", "beside", "message"),
-    [
-        (b"", None, "is empty"),
-        (b"{}", None, "is not a tokenizer.json"),
-        (b"\xff\xfe", None, "is not a tokenizer.json"),
-        (b"[" * 100000, None, "is not a tokenizer.json"),
-        (None, b"{", r"tokenizer_config.json: is not JSON"),
-        (None, b"[" * 100000, r"tokenizer_config.json: is not JSON"),
-        (None, b'{"eos_token": "<nobody>"}', "has no token '<nobody>', which the file beside it names as eos_token"),
-        (json.dumps(byte_level((), ["a", "b"])).encode(), None, "no token can end a document: it has none of <eod>"),
-    ],
-)
+@pytest.mark.parametrize(("contents", "beside", "message"), [
+    (b"", None, "is empty"),
+    (b"{}", None, "is not a tokenizer.json"),
+    (b"\xff\xfe", None, "is not a tokenizer.json"),
+    (b"[" * 100000, None, "is not a tokenizer.json"),
+    (None, b"{", r"tokenizer_config.json: is not JSON"),
+    (None, b"[" * 100000, r"tokenizer_config.json: is not JSON"),
+    (None, b'{"eos_token": "<nobody>"}', "has no token '<nobody>', which the file beside it names as eos_token"),
+    (json.dumps(byte_level((), ["a", "b"])).encode(), None, "no token can end a document: it has none of <eod>"),
+])  # fmt: skip
 def test_files_that_are_no_tokenizer(contents: bytes | None, beside: bytes | None, message: str, tmp_path: Path) -> None:
     write(tmp_path, byte_level())
     if contents is not None:

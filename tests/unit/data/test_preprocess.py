@@ -106,15 +106,12 @@ def test_documents_begin_with_bos_where_the_tokenizers_own_texts_do(tmp_path: Pa
         assert says in out and ("BOS" in out) == bool(says)
 
 
-@pytest.mark.parametrize(
-    ("flags", "end"),
-    [
-        ("--tokenizer-type NullTokenizer", 9),
-        ("", 8),
-        ("--tokenizer-type NullTokenizer --eod-id 0", 0),
-        ("--tokenizer-type ByteTokenizer --eod-id 32", 32),
-    ],
-)
+@pytest.mark.parametrize(("flags", "end"), [
+    ("--tokenizer-type NullTokenizer", 9),
+    ("", 8),
+    ("--tokenizer-type NullTokenizer --eod-id 0", 0),
+    ("--tokenizer-type ByteTokenizer --eod-id 32", 32),
+])  # fmt: skip
 def test_the_id_that_ends_documents(flags: str, end: int, tmp_path: Path) -> None:
     """Of a NullTokenizer by its name it is one more, as in Megatron."""
     size = [] if "Byte" in flags else ["--vocab-size", "9"]
@@ -168,14 +165,11 @@ def test_keys_become_data_sets_of_their_own(tmp_path: Path) -> None:
     assert documents(tmp_path / "out_title_document") == ["T", ""]
 
 
-@pytest.mark.parametrize(
-    ("unit", "expected"),
-    [
-        ("paragraph", ["one\ntwo", "three", "four"]),
-        ("line", ["one", "two", "", "three", " ", "", "four"]),
-        ("file", ["one\ntwo\n\nthree\n \n\nfour\n"]),
-    ],
-)
+@pytest.mark.parametrize(("unit", "expected"), [
+    ("paragraph", ["one\ntwo", "three", "four"]),
+    ("line", ["one", "two", "", "three", " ", "", "four"]),
+    ("file", ["one\ntwo\n\nthree\n \n\nfour\n"]),
+])  # fmt: skip
 def test_plain_text(unit: str, expected: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n \n\nfour\n")
     run(tmp_path, str(tmp_path / "a.txt"), text_unit=unit)

@@ -216,18 +216,15 @@ def test_build(model: Path) -> None:
     assert build_tokenizer(DataConfig(tokenizer_type="ByteTokenizer"), 320).vocab_size == 257
 
 
-@pytest.mark.parametrize(
-    ("options", "vocab_size", "message"),
-    [
-        ({}, None, "there is no tokenizer"),
-        ({"tokenizer_type": "NullTokenizer"}, None, "needs --vocab-size"),
-        ({"tokenizer_type": "SentencePieceTokenizer"}, None, "needs --tokenizer-model"),
-        ({"tokenizer_type": "TikTokenizer"}, None, "is not known: use SentencePieceTokenizer"),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, None, "needs --tokenizer-model FILE, a tokenizer.json"),
-        ({"merge_file": "m"}, None, "needs --vocab-file FILE, a vocab.json, and --merge-file FILE"),
-        ({"tokenizer_type": "ByteTokenizer"}, 256, r"vocab_size \(256\) must be at least the tokenizer's \(257\)"),
-    ],
-)
+@pytest.mark.parametrize(("options", "vocab_size", "message"), [
+    ({}, None, "there is no tokenizer"),
+    ({"tokenizer_type": "NullTokenizer"}, None, "needs --vocab-size"),
+    ({"tokenizer_type": "SentencePieceTokenizer"}, None, "needs --tokenizer-model"),
+    ({"tokenizer_type": "TikTokenizer"}, None, "is not known: use SentencePieceTokenizer"),
+    ({"tokenizer_type": "HuggingFaceTokenizer"}, None, "needs --tokenizer-model FILE, a tokenizer.json"),
+    ({"merge_file": "m"}, None, "needs --vocab-file FILE, a vocab.json, and --merge-file FILE"),
+    ({"tokenizer_type": "ByteTokenizer"}, 256, r"vocab_size \(256\) must be at least the tokenizer's \(257\)"),
+])  # fmt: skip
 def test_flags_that_make_no_tokenizer(options: dict[str, str], vocab_size: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_tokenizer(DataConfig(**options), vocab_size)  # type: ignore[arg-type]

@@ -79,17 +79,14 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert prints[0] == prints[2] and len(set(prints)) == 3
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
-        (b"[UNK]\na\nb\na\n", r"vocab\.txt:4: 'a' is on line 2 already"),
-        (b"[UNK]\n\nb\n", r"vocab\.txt:2: is empty"),
-        (b"", r"vocab\.txt: is empty"),
-        (b"[CLS]\n[SEP]\na\n", r"vocab\.txt: has no line \[UNK\]"),
-        (b"[UNK]\n\xff\n", r"vocab\.txt: is not UTF-8"),
-        (None, r"vocab\.txt: cannot be read: No such file.*--vocab-file needs BERT's vocab\.txt"),
-    ],
-)
+@pytest.mark.parametrize(("contents", "message"), [
+    (b"[UNK]\na\nb\na\n", r"vocab\.txt:4: 'a' is on line 2 already"),
+    (b"[UNK]\n\nb\n", r"vocab\.txt:2: is empty"),
+    (b"", r"vocab\.txt: is empty"),
+    (b"[CLS]\n[SEP]\na\n", r"vocab\.txt: has no line \[UNK\]"),
+    (b"[UNK]\n\xff\n", r"vocab\.txt: is not UTF-8"),
+    (None, r"vocab\.txt: cannot be read: No such file.*--vocab-file needs BERT's vocab\.txt"),
+])  # fmt: skip
 def test_files_that_are_no_vocabulary(contents: bytes | None, message: str, tmp_path: Path) -> None:
     if contents is not None:
         (tmp_path / "vocab.txt").write_bytes(contents)
