@@ -1,8 +1,6 @@
-"""Length of the sequences in each step: DeepSpeed's curriculum, in which they are cut off after few tokens first and
-more later.
+"""Length of the sequences in each step, by the formulas of DeepSpeed's ``curriculum_scheduler.py``.
 
-The formulas are those of DeepSpeed's ``curriculum_scheduler.py``, for the step about to be taken, counted from 1. What
-lies beyond the length of a sample is not read again; validation and test see whole samples.
+What lies beyond the length of a sample is not read again; validation and test see whole samples.
 """
 
 from __future__ import annotations

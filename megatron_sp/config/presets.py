@@ -1,8 +1,7 @@
 """Published models by name: the shape flags of each ``--preset``, and the resulting number of parameters.
 
-A preset is a set of defaults for the model: values from a --config file or the command line override it. Two of its
-values are replaced automatically: the vocabulary by that of a given tokenizer, and the length of a learned position
-table by a longer --seq-length.
+A preset is a set of defaults for the model. Two of its values are replaced automatically: the vocabulary by that of a
+given tokenizer, and the length of a learned position table by a longer --seq-length.
 
 Llama's scaled rotary frequencies (3.1 and later) are not included: for these use --use-rope-scaling.
 """

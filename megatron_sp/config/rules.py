@@ -77,11 +77,7 @@ def normalize(config: Config) -> Config:
 
 
 def validate(config: Config, world_size: int = 1) -> None:
-    """Check every rule that needs no file and no device; call ``normalize()`` first.
-
-    Raises:
-        ConfigError: lists all violations, each with the values, the rule and a remedy.
-    """
+    """Raise one ConfigError that lists all violations; call ``normalize()`` first."""
     raise_all(violations(config, world_size))
 
 

@@ -167,10 +167,7 @@ def resolve_comm_type(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def with_split(config: Config, sp: int, cp: int) -> Config:
-    """Return a copy with sizes of sp and cp, without the flags that are then about exchanges that there are not.
-
-    Unchanged sections are shared.
-    """
+    """Return a copy with sizes of sp and cp, without the flags that are then about no exchange."""
     parallel = replace(config.parallel, sequence_parallel_size=sp, context_parallel_size=cp, cp_comm_type=None)
     if sp == 1:
         parallel.sp_overlap_comm, parallel.split_qkv_linear = False, False

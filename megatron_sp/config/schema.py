@@ -1,10 +1,8 @@
 """Configuration of a run: plain dataclasses, one per group of flags; those of the model and the layout are next door.
 
-Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and
-aliases are in the field's metadata, so ``--help``, YAML files, ``docs/reference/flags.md`` and the configuration stored
-in checkpoints are all derived from here. None of these modules imports torch or numpy: a mistyped flag is reported
-before either is loaded. The rules between fields are in ``config/rules.py``; they are checked on every rank before the
-first collective.
+Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``): ``--help``, YAML files,
+``docs/reference/flags.md`` and the configuration stored in checkpoints are all derived from here. None of these modules
+imports torch or numpy: a mistyped flag is reported before either is loaded.
 """
 
 from __future__ import annotations

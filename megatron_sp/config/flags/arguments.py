@@ -6,8 +6,6 @@ change the result are rejected (``foreign_flags.py``). Abbreviations are not acc
 with exit code 2 and the nearest names. Later values win: defaults, those of --preset (``config/presets.py``), then the
 files, then the command line from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them, except
 for the values that its engine reads from the file alone.
-
-Nothing here imports torch or numpy; a wrong flag is reported in a tenth of a second, before any communication.
 """
 
 from __future__ import annotations

@@ -154,10 +154,7 @@ def offered() -> tuple[str, ...]:
 
 
 def meant_by(name: str) -> list[str]:
-    """Return up to three flags that an unknown name may be meant as; all of them are accepted.
-
-    Names that begin with it come before similar ones; fields of ours are preferred.
-    """
+    """Return up to three flags that an unknown name may be meant as; fields of ours are preferred."""
     if name in SYNONYMS:
         return [SYNONYMS[name]]
     begun = [other for other in offered() if len(name) >= 3 and other.startswith(name)]

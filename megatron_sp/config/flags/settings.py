@@ -57,7 +57,7 @@ class Target(NamedTuple):
 
 
 def canonical(spelling: str) -> str:
-    """Return the name of a flag without leading dashes and with hyphens."""
+    """Return a flag's name, without leading dashes and with hyphens."""
     return spelling.removeprefix("--").replace("_", "-")
 
 
