@@ -28,7 +28,7 @@ from megatron_sp.estimate.rough import (
 from megatron_sp.estimate.suggestions import find_suggestions, plan_of, with_saves
 from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
 from megatron_sp.planner.timeline import TrafficPlan
-from megatron_sp.training.resume import check_model, keep_gelu, keep_null_vocabulary, take_model
+from megatron_sp.training.resume import check_model, find_tokenizer, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.resume_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 from megatron_sp.utils.host import host_memory_bytes, swap_bytes
@@ -266,8 +266,6 @@ def complete(config: Config, world_size: int) -> list[str]:
     if config.checkpoint.use_checkpoint_args:
         is_adopted = take_model(stored, config, world_size)
     if stored is not None and point.source is not None:
-        from megatron_sp.training.run_tokenizer import find_tokenizer
-
         notes += keep_gelu(stored, config)
         goes_on = not config.batch.skip_train and not finetunes
         find_tokenizer(config.data, stored, point.source, goes_on=goes_on, is_adopted=is_adopted, tell=lambda _: None)

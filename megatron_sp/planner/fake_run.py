@@ -298,7 +298,8 @@ def _continued(found: RankRun, base: RankRun, grown: RankRun, times: float) -> R
         return a + times * (c - b)
 
     def sums(a: Counter[Any], b: Counter[Any], c: Counter[Any]) -> Counter[Any]:
-        return Counter({key: a[key] + times * (c[key] - b[key]) for key in {*a, *b, *c}})
+        keys = dict.fromkeys((*a, *b, *c))  # in this order, which a set would not have
+        return Counter({key: a[key] + times * (c[key] - b[key]) for key in keys})
 
     segments = []
     for a, b, c in zip(found.segments, base.segments, _aligned(base.segments, grown.segments), strict=True):

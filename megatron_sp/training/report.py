@@ -1,20 +1,29 @@
-"""Report of each step: one line and one record in ``metrics.jsonl`` per log interval."""
+"""Reports of a run, as lines and records in ``metrics.jsonl``: at its start, and of the steps of each log interval."""
+
+# The start also promises whether the same processes compute the same numbers again, to the last bit. On a CPU they
+# do. On a GPU attention's backward pass adds gradients in whatever order its blocks come to an end, unless
+# --deterministic-mode takes kernels that do not; then what is left is how NCCL sums over ranks.
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
+import os
+import platform
 import resource
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_sp import __version__
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import Config, ModelConfig
@@ -25,9 +34,7 @@ from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.training.memory_estimate import STEPS, MemoryEstimate
 from megatron_sp.training.metrics import Console, MetricsLog
 from megatron_sp.training.setup import dtype_of
-from megatron_sp.training.step import StepResult
-from megatron_sp.training.train_state import Progress
-from megatron_sp.utils.format import format_bytes, format_duration
+from megatron_sp.utils.format import format_bytes, format_count, format_duration, format_parameters
 
 if TYPE_CHECKING:
     from megatron_sp.training.parts import Run
@@ -35,6 +42,114 @@ if TYPE_CHECKING:
 NO_LOSS_TOKENS = "no loss tokens"
 
 _WORTH_S = 30.0  # of training that is to come: then the program is run without contents beside it
+
+
+def announce(run: Run) -> None:
+    context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
+    config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
+    num_params = run.state.num_parameters()
+    active = None
+    if run.layout.pipeline is not None or config.model.has_experts:  # of which this rank has a part
+        from megatron_sp.estimate.flops import count_active_parameters, count_parameters
+
+        num_params = count_parameters(config.model)
+        active = count_active_parameters(config.model) if config.model.has_experts else None
+    size, length = plan.batches.global_batch_size(progress.consumed_samples), config.model.seq_length or 0
+    now = length if plan.curriculum is None else min(length, plan.curriculum.length(progress.step + 1))
+    growth = "" if (size, now) == (plan.batches.full, length) else f" (now {size} x {now})"
+    of_token = "" if active is None else f", {format_count(active)} active,"
+    context.console.line(
+        f"{format_parameters(num_params)} parameters{of_token} in {config.precision.params_dtype}, {groups.world_size}"
+        f" x {groups.device.type} (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name}"
+        f" ({kernel.reason}), global batch {plan.batches.full} x {config.model.seq_length} tokens{growth}, steps"
+        f" {progress.step} to {plan.train_iters}, run folder {context.run_dir}"
+    )
+    if run.attention.recomputation is not None:
+        context.console.line(f"recomputation {run.attention.recomputation}")
+    if run.fused.chosen:
+        context.console.line(f"fused kernels: {run.fused.describe()}")
+    if not config.batch.skip_train:
+        context.console.line(about_repeats(config, groups.device.type, groups.world_size, kernel.name))
+    if groups.device.type == "cuda":
+        device = torch.cuda.get_device_name(groups.device)
+    else:
+        device = processor_name() or platform.machine() or "CPU"
+    fused: dict[str, str] = {kernel.op: kernel.name for kernel in run.fused.chosen}
+    run.metrics.write(
+        "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
+        world_size=groups.world_size, num_params=num_params, active_params=active,
+        launch_to_ready_s=time.monotonic() - context.started,
+        train_iters=plan.train_iters, config=config.to_dict(),
+        environment={
+            "versions": versions(), "device": device, "hosts": dict(Counter(hosts)),
+            "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.release()}",
+            "layout": run.layout.record, "attention": kernel.name, "kernels": fused,
+        },
+        attention={
+            "kernel": kernel.name, "reason": kernel.reason, "ms": run.attention.milliseconds,
+            "recomputation": run.attention.recomputation,
+        },
+    )  # fmt: skip
+    context.status.write(
+        "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts,
+        pids=context.peers.pids,
+    )  # fmt: skip
+
+
+def _layout_words(run: Run) -> str:
+    groups, layout, words = run.context.groups, run.layout.parallel, ""
+    tp_seq = run.context.config.parallel.sequence_parallel
+    if run.layout.pipeline is not None:
+        layers = "+".join(str(len(stage)) for stage in run.layout.pipeline.stages)
+        words += f", pp {groups.pp.size()}: {run.layout.pipeline.kind}, layers {layers}"
+    if groups.cp.size() > 1:
+        words += f", cp {groups.cp.size()}"
+    if groups.sp.size() > 1:
+        chunks = f" in {layout.num_chunks} chunks" if layout.mode == "chunked" else ""
+        overlap = "overlapped" if layout.sp.overlap else "not overlapped"
+        words += f", sp {groups.sp.size()}: {layout.mode}{chunks}, {overlap}"
+    if groups.tp.size() > 1:
+        words += f", tp {groups.tp.size()}{' with sequence parallel' if tp_seq else ''}"
+    return words
+
+
+_PREFIX = "repeats to the last bit: "
+
+
+def about_repeats(
+    config: Config, device: str, world_size: int, kernel: str, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Return whether the run repeats, and if not why, as a line."""
+    again = "a resume with the same processes has the losses and weights of a run without it"
+    if device == "cpu":
+        return f"{_PREFIX}yes: {again}"
+    if not config.kernels.deterministic_mode:
+        who = "kernels of a GPU" if kernel == "reference" else f"attention's backward pass ({kernel})"
+        way_out = "--deterministic-mode takes kernels that do not, and is slower"
+        return f"{_PREFIX}no: {who} may add in another order each time; {way_out}"
+    if world_size > 1 and config.parallel.distributed_backend != "gloo" and not environment.get("NCCL_ALGO"):
+        return (
+            f"{_PREFIX}as long as NCCL chooses the same algorithms (NCCL_ALGO=Ring leaves it no choice): the kernels do"
+        )
+    return f"{_PREFIX}yes, with --deterministic-mode: {again}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
+    installed = {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    if torch.cuda.is_available():
+        installed["cuda"] = str(torch.version.cuda or torch.version.hip)
+        installed["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return installed
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    # the model name of the first processor; empty if the system does not report it
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")), "")
 
 
 def about_no_loss_tokens(config: Config) -> str:
@@ -92,7 +207,7 @@ class StepReporter:
             self._compare(progress.step)
         self._step_began = now
         if length not in self._per_token:
-            model = dataclasses.replace(self._config.model, seq_length=length)
+            model = replace(self._config.model, seq_length=length)
             if self._flops is None:
                 self._per_token[length] = step_flops_per_token(model, head_share(self._config))
             else:
@@ -190,6 +305,38 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    loads: list[list[int]]  # tokens of each expert, for each layer with experts
+    balance: float | None  # balance term, the mean over layers, 1 for even loads; None: there is none
+    z: float | None  # z term, the mean over layers; None: there is none
+
+    @classmethod
+    def of(cls, routers: RouterStep, values: Sequence[float], sequences: float, tokens: float) -> RouterReport:
+        """Build the report from all ranks' counters."""
+        layers, experts = routers.loads.shape
+        by = tokens**2 if routers.spec.kind == "global" else sequences
+        loads = [[int(load) for load in values[2 + i * experts : 2 + (i + 1) * experts]] for i in range(layers)]
+        balance = values[0] / max(by, 1.0) / layers if routers.spec.kind != "none" else None
+        return cls(loads, balance, values[1] / max(tokens, 1.0) / layers if routers.spec.z else None)
+
+    def record(self) -> dict[str, Any]:
+        """Return the balance of a step in three numbers: largest load by the mean, idle experts, entropy of the loads."""
+        largest = [max(layer) * len(layer) / max(1, sum(layer)) for layer in self.loads]
+        idle = [layer.count(0) for layer in self.loads]
+        shares = []  # entropy of a layer's loads as a share of that of even loads
+        for layer in self.loads:
+            if sum(layer) and len(layer) > 1:
+                entropy = -sum(load / sum(layer) * math.log(load / sum(layer)) for load in layer if load)
+                shares.append(entropy / math.log(len(layer)))
+        return {
+            "expert_load_max": max(largest), "experts_idle": sum(idle),
+            "expert_entropy": sum(shares) / len(shares) if shares else 1.0,
+            "balance_loss": self.balance, "z_loss": self.z,
+            "expert_load_max_by_layer": [round(load, 4) for load in largest], "experts_idle_by_layer": idle,
+        }  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -1,26 +1,27 @@
-"""Checks of a resumed run: its learning-rate schedule, its data and its model must be those of the checkpoint."""
+"""Checks of a resumed run: its learning-rate schedule, data, tokenizer and model must be those of the checkpoint."""
 
-# The first two would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The
-# tokenizer is checked in ``training/run_tokenizer.py``. A dry run checks the model, too, so torch is not imported
-# here.
+# The first two would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. A dry
+# run checks the model, too, so torch is not imported here.
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.checkpoint.manifest import stored_configuration
 from megatron_sp.config.rules import is_read, normalize, validate
 from megatron_sp.config.rules_model import resolve_gelu
-from megatron_sp.config.schema import Config, ModelConfig, OptimizerConfig, diff
+from megatron_sp.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, default_type, diff
+from megatron_sp.data.tokenizers import Tokenizer, kept
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Group
     from megatron_sp.data.build import Datasets
-    from megatron_sp.training.sample_history import SampleHistory
+    from megatron_sp.training.train_state import SampleHistory
 
 
 def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule: LRSchedule) -> LRSchedule:
@@ -58,7 +59,7 @@ def resume_samples(
 
     Raises DataError if the data differ, without --accept-data-change.
     """
-    from megatron_sp.training.sample_history import SampleHistory
+    from megatron_sp.training.train_state import SampleHistory
 
     then = stored.get("evaluation_data")
     for name, now in datasets.evaluation_fingerprints.items():
@@ -101,6 +102,60 @@ def resume_samples(
         )
     tell(f"--accept-data-change: the training data is not what the checkpoint was trained on: {what}")
     return SampleHistory()
+
+
+def find_tokenizer(
+    data: DataConfig, stored: dict[str, Any], source: Path, *, goes_on: bool, is_adopted: bool,
+    tell: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Point the configuration to the run's own copy of the tokenizer, if it is adopted or its files are missing."""
+    # when a run goes on, the flags should name its tokenizer, which ``require_same_tokenizer`` checks
+    if not goes_on and not is_adopted:
+        return
+    record = kept.Record.from_json(stored.get("tokenizer"))
+    if is_adopted:
+        kept.take(data, record, source)
+        return
+    folder = None if record is None else kept.find(record, source)
+    gone = [path for path in kept.own_files(data).values() if not path.exists()]
+    if (
+        record is not None
+        and folder is not None
+        and gone
+        and (data.tokenizer_type or default_type(data, None)) == record.type
+    ):
+        kept.name_kept(data, record, folder)
+        tell(f"{gone[0]} no longer exists: the run's own copy of its tokenizer is used, {folder}")
+
+
+def require_same_tokenizer(
+    tokenizer: Tokenizer, stored: dict[str, Any], source: Path, *, accept: bool, tell: Callable[[str], None]
+) -> None:
+    """Raise DataError, or report it, if a tokenizer is not the checkpoint's."""
+    record = kept.Record.from_json(stored.get("tokenizer"))
+    if record is None or record.fingerprint in (None, tokenizer.fingerprint()):
+        return
+    what = (
+        f"the tokenizer is not the {record.type} that the checkpoint was trained with: its files, its type, its size or"
+        " the id that ends documents differ"
+    )
+    if accept:
+        tell(f"--accept-data-change: {what}")
+        return
+    folder, way = kept.find(record, source), ""
+    if folder is not None:
+        data = DataConfig()
+        kept.name_kept(data, record, folder)
+        named = {
+            "--tokenizer-model": data.tokenizer_model,
+            "--vocab-file": data.vocab_file,
+            "--merge-file": data.merge_file,
+        }
+        flags = " ".join(f"{flag} {path}" for flag, path in named.items() if path)
+        way = f"take the run's own copy (--tokenizer-type {record.type} {flags}), "
+    raise DataError(
+        f"{what}, so the same ids mean other text: {way}restore it, or add --accept-data-change to go on with this one"
+    )
 
 
 _BIASES = ("qkv_bias", "proj_bias", "mlp_bias")

@@ -29,29 +29,26 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
 from megatron_sp.config.rules_training import step_violation
-from megatron_sp.config.schema import Config
+from megatron_sp.config.schema import Config, default_type
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.data.tokenizers import Tokenizer
+from megatron_sp.data.tokenizers import Tokenizer, kept
 from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import LossScaler
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training import kernel_selection
-from megatron_sp.training.announcement import announce
 from megatron_sp.training.kernel_selection import AttentionChoice
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.parts import Origin, Run, RunContext, RunData, RunLayout, StepPlan
-from megatron_sp.training.report import StepReporter
+from megatron_sp.training.report import StepReporter, announce
 from megatron_sp.training.resume_point import find_resume_point
-from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, require_same
-from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.training.setup import dtype_of, expert_parallel, layout_groups
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.step import StepOptions, StepParts, TrainStep
-from megatron_sp.training.train_state import Progress, TrainState, is_ahead
+from megatron_sp.training.train_state import Progress, SampleHistory, TrainState, is_ahead
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 from megatron_sp.utils.run_log import evaluated
 
@@ -174,21 +171,29 @@ def build_tokenizer(
     resumes = origin is not None and not origin.finetunes and not config.batch.skip_train
     with all_ranks_agree(context.groups.control):
         if origin is not None:
+            from megatron_sp.training.resume import check_model, find_tokenizer, require_same_tokenizer
+
             adopts = origin.adopts_tokenizer
             find_tokenizer(config.data, origin.stored, origin.folder, goes_on=resumes, is_adopted=adopts, tell=tell)
         tokenizer = context.task.build_tokenizer(config)
         set_vocab_size(config, tokenizer)
         if origin is not None:
-            from megatron_sp.training.resume import check_model
-
             changes = check_model(origin.stored, config, finetunes=origin.finetunes)
-        if origin is not None and resumes:
-            accepts = config.checkpoint.accept_data_change
-            require_same(tokenizer, origin.stored, origin.folder, accept=accepts, tell=tell)
+            if resumes:
+                accepts = config.checkpoint.accept_data_change
+                require_same_tokenizer(tokenizer, origin.stored, origin.folder, accept=accepts, tell=tell)
     record: dict[str, Any] | None = None
     with all_ranks_agree(context.groups.control):
         if config.checkpoint.save is not None and context.launch.rank == 0:
-            record = keep_for_run(context.run_dir, config.data, tokenizer, tell)
+            try:
+                record = kept.keep(context.run_dir, config.data, tokenizer)._asdict()
+            except OSError as error:  # a full disk is a warning
+                tell(
+                    f"warning: the tokenizer cannot be kept in {context.run_dir} ({error.strerror}): until a restart"
+                    " keeps it, whatever uses this run needs the files that the flags name"
+                )
+                kind = config.data.tokenizer_type or default_type(config.data, tokenizer.vocab_size) or ""
+                record = kept.Record(kind, tokenizer.fingerprint(), None, {})._asdict()
     record = broadcast_json(record, context.groups.control)
     return tokenizer, record, changes
 

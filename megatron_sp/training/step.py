@@ -24,7 +24,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_sp.parallel.router_pass import RouterStep
     from megatron_sp.training.graphs import StepGraphs
     from megatron_sp.training.pipelined import Pipeline
-    from megatron_sp.training.routers import RouterReport
+    from megatron_sp.training.report import RouterReport
 
 ModelPass = Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor]
 LossFunction = Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], list[Tensor]]
@@ -191,7 +191,7 @@ class TrainStep:
             num_loss_tokens=counts[0], sample_digests=sample_digests, decoupled_lr=decoupled_lr,
         )  # fmt: skip
         if self.routers is not None:
-            from megatron_sp.training.routers import RouterReport
+            from megatron_sp.training.report import RouterReport
 
             result.routers = RouterReport.of(self.routers, list(values), sequences, tokens)
             self.routers.weights = None  # break the reference cycle
@@ -253,8 +253,6 @@ class TrainStep:
         hidden = self.loss.hidden
         if self.routers is None or hidden is None or len(micro_batches) == 1:
             return
-        from megatron_sp.training.routers import count_first
-
         events = UnitWork(self.weights, None)
 
         def run(index: int) -> Tensor:
@@ -294,7 +292,7 @@ class TrainStep:
         )  # fmt: skip
         if self.routers is None:
             return context
-        return replace(context, routers=self.routers.micro_batch(*batch["tokens"].shape))
+        return with_routers(context, self.routers, batch)
 
     def loss_of(self, batch: MicroBatch, context: ForwardContext, losses: Losses, step: int) -> Tensor:
         """Return a micro-batch's loss, scaled, to be differentiated."""
@@ -333,11 +331,27 @@ class TrainStep:
             self.model.update_expert_biases(self.routers.loads_in(summary), skip)  # type: ignore[operator]
 
 
+def with_routers(
+    context: ForwardContext, routers: RouterStep, batch: MicroBatch, replayed: Tensor | None = None
+) -> ForwardContext:
+    rows, length = batch["tokens"].shape
+    return replace(context, routers=routers.micro_batch(rows, length, replayed))
+
+
+def count_first(
+    routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]
+) -> None:
+    """Run forward passes without gradients, if the loads must be known before. Collective."""
+    if not routers.counts_first:
+        return
+    with routers.counting(), torch.no_grad():
+        weights.start_step(num_micro_batches, model.unit_order(backward=False))  # type: ignore[operator]
+        for index in range(num_micro_batches):
+            run(index)
+
+
 class Losses:
     """Sums of a step's loss terms on this rank."""
-
-    # The totals, fp64 [count of each term, ...], travel during the first forward pass: only its backward needs them.
-    # is_empty, bool [terms]: the term has no token on any rank.
 
     # The totals, fp64 [count of each term, ...], travel during the first forward pass: only its backward needs them.
     # is_empty, bool [terms]: the term has no token on any rank.

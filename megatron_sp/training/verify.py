@@ -46,12 +46,11 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.parts import Task
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline, count_pipelined
 from megatron_sp.training.probe import modes_to_try, words_for
-from megatron_sp.training.routers import count_first, with_routers
 from megatron_sp.training.run import set_vocab_size
 from megatron_sp.training.sequences import require_same_sequences, row_dealer
 from megatron_sp.training.setup import expert_parallel
 from megatron_sp.training.sharding import build_sharded, named_parameters
-from megatron_sp.training.step import on_device
+from megatron_sp.training.step import count_first, on_device, with_routers
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 from megatron_sp.utils.launch import Launch
 

@@ -13,8 +13,8 @@ from megatron_sp.data.dataset import from_bytes, sample_digest, step_digest, to_
 from megatron_sp.data.gpt_dataset import GPTOptions, MockGPTDataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import ByteTokenizer
-from megatron_sp.training import sample_history
-from megatron_sp.training.sample_history import KEPT_STEPS, SampleHistory
+from megatron_sp.training import train_state
+from megatron_sp.training.train_state import KEPT_STEPS, SampleHistory
 from megatron_sp.utils.errors import CheckpointError
 
 
@@ -111,7 +111,7 @@ def test_ranks_share_the_reading_and_give_one_answer(monkeypatch: pytest.MonkeyP
                 return told or [value]
 
             group = types.SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
-            monkeypatch.setattr(sample_history, "gather_json", gather)
+            monkeypatch.setattr(train_state, "gather_json", gather)
             data = Changed(GPTOptions(8, 1), num_samples=40, tokenizer=ByteTokenizer())
             answer = kept.first_difference(data, "single", 1, group)  # type: ignore[arg-type]
             read[rank] = seen
@@ -130,7 +130,7 @@ def test_only_the_last_steps_are_kept_and_no_more_than_state_json_can_hold(monke
         huge.add(step, step << 16, [2**48 - 1] * 60_000)
     assert huge.words() == "120,000 samples of steps 3 to 4"
     encode_state(4, {"samples": huge.to_json()})
-    monkeypatch.setattr(sample_history, "MAX_SAMPLES", 5)
+    monkeypatch.setattr(train_state, "MAX_SAMPLES", 5)
     huge.add(9, 0, list(range(8)))
     assert huge.words() == "5 samples of steps 9 to 9", "the first of them, whose numbers are known"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.training.announcement import about_repeats
+from megatron_sp.training.report import about_repeats
 
 SHAPE = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --mock-data --lr 1 --train-iters 1 --bf16"
 

@@ -69,7 +69,7 @@ class Script:
 
     def make(self) -> Run:
         nothing = lambda *_, **__: None
-        self.progress = Progress(**self.start.to_dict())
+        self.progress = Progress(**vars(self.start))
         self.status: list[tuple[Any, ...]] = []
         context = SimpleNamespace(
             config=self.config, task=SimpleNamespace(finish=(lambda run: self.note("finish")) if self.finish else None),

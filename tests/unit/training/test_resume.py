@@ -15,7 +15,7 @@ from megatron_sp.data.gpt_dataset import GPTOptions, MockGPTDataset
 from megatron_sp.data.tokenizers import NullTokenizer
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.training.resume import resume_samples, resume_schedule
-from megatron_sp.training.sample_history import SampleHistory
+from megatron_sp.training.train_state import SampleHistory
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 
 SCHEDULE = LRSchedule(0.1, 0.01, 0.0, 3.4, 100, "cosine", "exponential", 0, 0.1, 0.1, "constant", 100)
