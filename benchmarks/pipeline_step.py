@@ -16,7 +16,7 @@ Four ranks cannot compute side by side on two cores: in a cell 4:sleep each acti
 runtime is real.
 
     / torch    median ratio to the schedule of torch named in ``LIKE``, within a round
-    / replay   the median step, of what ``pipeline_replay`` says for the medians of the run's own action times: a step in which ranks wait
+    / replay   the median step, of what ``replay`` says for the medians of the run's own action times: a step in which ranks wait
                for nothing but what they need
     floor      the replay with the mean times of F, B and W (without a split of the whole backward pass) for all actions
     host       processor time of the thread that runs a step whose work and messages are a single number each, of rank 0, per
@@ -278,7 +278,7 @@ class Ours:
         import torch.distributed as dist
 
         from megatron_sp.comm.object_collectives import gather_json
-        from megatron_sp.parallel.pipeline_replay import replay
+        from megatron_sp.parallel.pipeline_plan import replay
 
         mine = [[*action, median(times[1:] or times)] for action, times in self.times.items()]
         everybody = gather_json(mine, dist.group.WORLD)

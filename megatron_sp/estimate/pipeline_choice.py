@@ -18,8 +18,7 @@ from megatron_sp.estimate.flops import head_in_layers, layer_shares
 from megatron_sp.estimate.layout import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.memory_plan import Device
 from megatron_sp.estimate.rough import rough_memory
-from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind
-from megatron_sp.parallel.pipeline_replay import replay
+from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind, replay
 
 _MOST_MEMORY = 1.2  # of what the first schedule takes
 _WORTH = 0.99  # of the time of a simpler one

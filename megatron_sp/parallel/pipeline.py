@@ -4,12 +4,8 @@
     B   dy from the rank below, or from the loss of y      ->  dx            ->  dx to the rank above, without waiting
     W   the gradients of the weights, which B has put off (``PipelinePlan.splits``); else B has computed them
 
-Messages from one rank to another are sent and received in the order in which the sender makes them, in a group in which both
-do nothing else. A receive is posted one action before it is needed, or earlier if one behind it is; what has been
-received early waits in its buffer. The output of a stage is not kept: backward needs its graph, not its values. What has been sent is
-kept until a message comes back that was made later than it was received (``PipelinePlan.received_before``).
-
-What is computed is not known here (``StageWork``).
+Messages from one rank to another are sent and received in the order in which the sender makes them, in a group in which
+both do nothing else.
 """
 
 from __future__ import annotations
@@ -36,20 +32,16 @@ class StageWork(Protocol):
         """Return shape, dtype and device of what a stage hands on."""
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
-        """Return the output of a stage; without gradients the last one computes its losses, too.
-
-        Args:
-            x: what the stage before has returned; None for the first one.
-        """
+        """Return a stage's output (x is None: the first one has no input); without gradients the last computes losses."""
 
     def loss(self, action: Action, y: Tensor) -> Tensor:
-        """Return what is to be differentiated, from the output of the last stage; called when its backward pass begins."""
+        """Return what is to be differentiated, from the last stage's output; called when its backward pass begins."""
 
     def before_backward(self, action: Action, put_off: Action | None) -> None:
-        """Prepare for the backward pass of ``action``; with ``put_off`` gradients of weights are kept under that name."""
+        """Prepare a backward pass; with ``put_off`` gradients of weights are kept under that name."""
 
     def after_backward(self, action: Action) -> None:
-        """The backward pass has run."""
+        """Follow up on a backward pass."""
 
     def weights(self, action: Action) -> None:
         """Compute the gradients that were put off under ``action``, if any were, and complete the micro-batch."""
@@ -62,9 +54,9 @@ class Position:
     awaits: str = ""  # the message that is waited for, in words; empty: none
 
     def __str__(self) -> str:
-        action, awaits = self.action, self.awaits
-        if action is None:
+        if (action := self.action) is None:
             return ""
+        awaits = self.awaits
         return f"action {action}" + (f", which waits for {awaits}" if awaits else "")
 
 
@@ -74,16 +66,12 @@ class Channels:
     Args:
         groups: of each pair (source, target) of pipeline ranks that this rank is one of (``comm.groups.pipes``).
         ranks: rank in the world of each pipeline rank.
-        me: this one.
-
-    Attributes:
-        recorder: records messages whose action is given (--report-overlap); None: nothing does.
-        position: where this rank is.
+        me: this pipeline rank.
     """
 
     def __init__(self, groups: Mapping[tuple[int, int], Group], ranks: Sequence[int], me: int) -> None:
         self._groups, self._ranks, self.me = groups, list(ranks), me
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # records messages whose action is given (--report-overlap)
         self.position = Position()
 
     def send(self, x: Tensor, target: int, made_by: Action | None = None) -> Handle:
@@ -92,11 +80,10 @@ class Channels:
         return send_async(x, self._groups[self.me, target], self._ranks[target], _result_of(made_by)).recorded(record)
 
     def receive(self, into: Tensor, source: int, made_by: Action | None = None) -> Handle:
-        """Start receiving from a pipeline rank what an action makes; messages arrive in the order in which they are sent."""
+        """Start receiving what an action makes; messages of a pipeline rank arrive in the order they are sent."""
         record = self._record("receive", into, (source, self.me), made_by)
-        return receive_async(into, self._groups[source, self.me], self._ranks[source], _result_of(made_by)).recorded(
-            record
-        )
+        handle = receive_async(into, self._groups[source, self.me], self._ranks[source], _result_of(made_by))
+        return handle.recorded(record)
 
     def _record(self, op: str, x: Tensor, pipe: tuple[int, int], made_by: Action | None) -> CollectiveRecord | None:
         if self.recorder is None or made_by is None:
@@ -122,21 +109,21 @@ class _Mail:
         self._posts, self._received_by = plan.posts(channels.me), plan.received_before(channels.me)
 
     def post(self, index: int) -> None:
-        # post the receives that are due before action ``index``
+        # the receives that are due before action ``index``; what comes early waits in its buffer
         for message in self._posts.get(index, ()):
             shape, dtype, device = self._work.shape(message.action)
             into = empty(shape, dtype=dtype, device=device)
             self._received[message.action] = self._channels.receive(into, message.source, message.action)
 
     def take(self, made_by: Action) -> Tensor:
-        # wait for a message, and let go of those that its maker had received before it made this one
         handle, position = self._received.pop(made_by), self._channels.position
         position.awaits = handle.expected
         try:
             received = handle.wait()
         finally:
             position.awaits = ""
-        # gloo does not say when a message has gone: without this all of a step's would be kept
+        # what its maker had received before it made this can be let go of. gloo does not say when a message has gone:
+        # without this all of a step's would be kept
         source = self._rank_of[made_by.stage]
         while self._gone.get(source, 0) < self._received_by[made_by]:
             self._forget(source)
@@ -147,14 +134,10 @@ class _Mail:
         self._sent[target].append(self._channels.send(x, target, made_by))
         self.forget_sent()
 
-    def forget_sent(self) -> None:
+    def forget_sent(self, *, wait: bool = False) -> None:
+        # let go of what has gone, with ``wait`` of all once it has
         for target, sent in self._sent.items():
-            while sent and sent[0].is_completed:
-                self._forget(target)
-
-    def finish(self) -> None:
-        for target, sent in self._sent.items():
-            while sent:
+            while sent and (wait or sent[0].is_completed):
                 self._forget(target)
 
     def _forget(self, target: int) -> None:
@@ -163,70 +146,54 @@ class _Mail:
 
 
 class _Pass:
-    """A stage between its F and its B: the input as autograd knows it, and the end of its graph.
-
-    Args:
-        x: input.
-        y: output.
-        loss: of the output, on the last stage. It is computed when backward begins: the head makes the gradient of its weight
-            together with the loss, and one for each micro-batch between F and B would take the memory of the weight each.
-    """
+    """A stage between its F and its B: the input as autograd knows it, and the end of its graph."""
 
     def __init__(self, x: Tensor | None, y: Tensor, loss: Callable[[Tensor], Tensor] | None) -> None:
-        self.x, self._holder, self._loss = x, _Holder(), loss
-        self._end = _End.apply(self._holder, y) if loss is None else y
-
-    def take_gradient(self, grad: Tensor | None) -> None:
-        """Take the gradient of the output, from which ``backward`` begins, and which it lets go of; None: it begins from the loss."""
-        self._holder.grad = grad
+        self.x, self.grad = x, list[Tensor | None]()  # of the output, which the pass lets go of once it has been read
+        # the loss is computed when backward begins: the head makes the gradient of its weight together with it, and one
+        # for each micro-batch between F and B would take the memory of the weight each
+        self._loss = loss
+        self._end = _End.apply(self.grad, y) if loss is None else y
 
     def backward(self) -> Tensor | None:
-        # run backward; return the gradient of the input
+        # return the gradient of the input
         ends = [self._end if self._loss is None else self._loss(self._end)]
         del self._end  # the values of the output, which the head has saved if it needs them
         torch.autograd.backward(ends.pop())
         return None if self.x is None else self.x.grad
 
 
-class _Holder:
-    grad: Tensor | None = None
-
-
 class _End(torch.autograd.Function):
-    """Scalar that stands for the output of a stage, whose values are not kept; its backward passes the output's gradient on."""
+    # a scalar in place of a stage's output, of which backward needs the graph and not the values
 
     @staticmethod
-    def forward(ctx: Any, holder: _Holder, y: Tensor) -> Tensor:
-        ctx.holder = holder
+    def forward(ctx: Any, grad: list[Tensor | None], y: Tensor) -> Tensor:
+        ctx.grad = grad
         return y.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
-        grad, ctx.holder.grad = ctx.holder.grad, None
-        return None, grad
+        return None, ctx.grad.pop()
 
 
 class Timeline:
     """When this rank computed what in a step, without the waits for messages before it.
 
     Args:
-        clock: that of the device; on a GPU moments are CUDA events of the stream that computes, so nothing is waited for
-            here. The default is the host's, in seconds.
-
-    Attributes:
-        spans: (action, begin, end), in order.
+        clock: that of the device (default: the host's, in seconds). On a GPU moments are CUDA events of the stream that
+            computes, so nothing is waited for here.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock: Clock = clock or WallClock()
-        self.spans: list[tuple[Action, Moment, Moment]] = []
+        self.spans: list[tuple[Action, Moment, Moment]] = []  # action, begin and end, in order
 
     def begins(self, action: Action) -> None:
-        """An action has all that it needs."""
+        """Note that an action has all that it needs."""
         self.spans.append((action, self._clock.now(), None))
 
     def ends(self) -> None:
-        """It has been computed, and its result is being sent."""
+        """Note that it has been computed, and its result is being sent."""
         action, start, _ = self.spans[-1]
         self.spans[-1] = action, start, self._clock.now()
 
@@ -239,8 +206,6 @@ def run_pipeline(
 
     Args:
         plan: passes ``check_plan``; may consist of F alone (``forward_plan``), then without gradients.
-        channels: groups to the neighbours.
-        timeline: records when each action was computed.
         before: called before each action, when it may yet have to wait for its input.
     Raises:
         WaitError: a neighbour died, or was late.
@@ -255,13 +220,9 @@ def run_pipeline(
         if before is not None:
             before(action)
         source = plan.source(action)
-        arrived = (
-            None
-            if source is None
-            else local.pop(source)
-            if plan.rank_of[source.stage] == channels.me
-            else mail.take(source)
-        )
+        arrived: Tensor | None = None
+        if source is not None:
+            arrived = local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)
         made: Tensor | None = None
         if timeline is not None:
             timeline.begins(action)
@@ -275,7 +236,7 @@ def run_pipeline(
         elif action.kind == "B":
             work.before_backward(action, action._replace(kind="W") if plan.splits else None)
             of_action = passes.pop(action._replace(kind="F"))
-            of_action.take_gradient(arrived)
+            of_action.grad.append(arrived)
             arrived = None  # backward needs it for its first operation alone
             made = of_action.backward()
             del of_action
@@ -293,4 +254,4 @@ def run_pipeline(
             mail.send(action, made.contiguous())
         del made
     position.action = None
-    mail.finish()
+    mail.forget_sent(wait=True)

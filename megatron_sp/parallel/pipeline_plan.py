@@ -1,19 +1,19 @@
-"""Pipeline schedules as data: which rank computes what, in which order. Plain numbers, no torch.
+"""Pipeline schedules as data: which rank computes what, in which order; their check, and how long they take. No torch.
 
-A model is cut into stages, runs of its layers, and each rank has one or several. A batch is cut into micro-batches, and with
-slices a micro-batch into runs of positions. What is left is a list of actions for each rank:
+A model is cut into stages, runs of its layers, and each rank has one or several. A batch is cut into micro-batches, and
+with slices a micro-batch into runs of positions. What is left is a list of actions for each rank:
 
     F  forward of (stage, micro-batch, slice); its input comes from the stage before
     B  gradient of its input, which goes to the stage before, and of everything small (norms, biases, tables)
     W  gradients of its weight matrices, which nobody waits for
-
-``pipeline_orders.py`` has the orders that the field knows; ``pipeline_check.py`` proves one before it runs, and
-``pipeline_replay.py`` says how long it takes. Sends and receives follow from the actions (``PipelinePlan.messages``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple
 
 ActionKind = Literal["F", "B", "W"]
@@ -30,15 +30,11 @@ class Action(NamedTuple):
     slice: int = 0
 
     def __str__(self) -> str:
-        of_slice = f".{self.slice}" if self.slice else ""
-        return f"{self.kind}{self.stage}:{self.micro_batch}{of_slice}"
+        return f"{self.kind}{self.stage}:{self.micro_batch}" + (f".{self.slice}" if self.slice else "")
 
 
 class Costs(NamedTuple):
-    """Time of the three kinds of actions of one stage, and of a message, in any unit.
-
-    The order of zbv, and of zb1p with several stages on a rank, follows from them: what is put off goes where there is room for it.
-    """
+    """Times of the kinds of actions of a stage, and of a message, in any unit; orders that put W off follow them."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -54,7 +50,7 @@ SAME_COSTS = Costs()
 
 
 class Message(NamedTuple):
-    """A tensor that goes from one rank to another: the output of ``action``, or with B the gradient of its input."""
+    """What goes from one rank to another: the output of ``action``, or with B the gradient of its input."""
 
     source: int
     target: int
@@ -62,18 +58,18 @@ class Message(NamedTuple):
     needed_by: Action
 
 
+class PlanError(ValueError):
+    """Sizes that a kind of schedule does not have, or an order that cannot run."""
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Order of a step.
-
-    Attributes:
-        num_micro_batches, num_slices: of a step, and of a micro-batch.
-    """
+    """Order of a step."""
 
     kind: str
     rank_of: tuple[int, ...]  # the rank of each stage, in the order of the stages
-    num_micro_batches: int
-    num_slices: int
+    num_micro_batches: int  # of a step
+    num_slices: int  # of a micro-batch
     actions: tuple[tuple[Action, ...], ...]  # of each rank, in order
     # a B computes the gradient of its input alone, and sends it before its W runs. Else its W follows at once, and the
     # two are one backward pass, whose result is there at its end.
@@ -94,55 +90,54 @@ class PipelinePlan:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def source(self, action: Action) -> Action | None:
-        """Return the action of another stage that an action waits for; None: it needs nothing but its own rank's work."""
+        """Return the action of another stage that an action waits for; None: it needs its own rank's work alone."""
         neighbour = action.stage + (-1 if action.kind == "F" else 1)
-        if action.kind == "W" or not 0 <= neighbour < self.num_stages:
-            return None
-        return action._replace(stage=neighbour)
+        has_source = action.kind != "W" and 0 <= neighbour < self.num_stages
+        return action._replace(stage=neighbour) if has_source else None
 
     def messages(self, rank: int) -> list[Message]:
         """Return what a rank sends to others, in the order in which it is made."""
-        found = []
+        sent = []
         for action in self.actions[rank]:
             neighbour = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind == "W" or not 0 <= neighbour < self.num_stages or self.rank_of[neighbour] == rank:
-                continue
-            found.append(Message(rank, self.rank_of[neighbour], action, action._replace(stage=neighbour)))
-        return found
+            if action.kind != "W" and 0 <= neighbour < self.num_stages and self.rank_of[neighbour] != rank:
+                sent.append(Message(rank, self.rank_of[neighbour], action, action._replace(stage=neighbour)))
+        return sent
 
     def _neighbours(self, rank: int) -> list[int]:
         pairs = zip(self.rank_of, self.rank_of[1:], strict=False)
         return sorted({a + b - rank for a, b in pairs if rank in (a, b) and a != b})
 
     def posts(self, rank: int) -> dict[int, list[Message]]:
-        """Return the messages whose receives a rank posts before each action: one action ahead, in the order of each channel."""
+        """Return what a rank starts to receive before each action: one action ahead, in the order of each channel."""
         place = {action: index for index, action in enumerate(self.actions[rank])}
-        found: dict[int, list[Message]] = {}
+        posts: dict[int, list[Message]] = {}
         for source in self._neighbours(rank):
             due = len(place)
+            # from the last one: a receive is posted no later than those behind it in its channel
             for message in reversed([m for m in self.messages(source) if m.target == rank]):
                 due = min(due, max(0, place[message.needed_by] - 1))
-                found.setdefault(due, []).insert(0, message)
-        return found
+                posts.setdefault(due, []).insert(0, message)
+        return posts
 
     def received_before(self, rank: int) -> dict[Action, int]:
-        """Return for each message to a rank, by what makes it, how many of the rank's own to its maker have been received before."""
-        found: dict[Action, int] = {}
-        sent = self.messages(rank)
+        """Return, by what makes each message to a rank, how many of the rank's own its maker has received before."""
+        counts: dict[Action, int] = {}
+        own = self.messages(rank)
         for source in self._neighbours(rank):
-            needed = [message.needed_by for message in sent if message.target == source]
-            mine = {message.action for message in self.messages(source) if message.target == rank}
-            at, done = 0, set[Action]()
+            needed = [message.needed_by for message in own if message.target == source]
+            to_rank = {message.action for message in self.messages(source) if message.target == rank}
+            num_received, done = 0, set[Action]()
             for action in self.actions[source]:
                 done.add(action)
-                while at < len(needed) and needed[at] in done:
-                    at += 1
-                if action in mine:
-                    found[action] = at
-        return found
+                while num_received < len(needed) and needed[num_received] in done:
+                    num_received += 1
+                if action in to_rank:
+                    counts[action] = num_received
+        return counts
 
     def in_flight(self, rank: int) -> int:
-        """Return the most (stage, micro-batch, slice) whose activations a rank holds at a time, from F until W has run."""
+        """Return the most (stage, micro-batch, slice) whose activations a rank holds at a time."""
         most = now = 0
         for action in self.actions[rank]:
             now += {"F": 1, "B": 0, "W": -1}[action.kind]
@@ -154,5 +149,133 @@ class PipelinePlan:
         return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
 
 
-class PlanError(ValueError):
-    """Sizes that a kind of schedule does not have."""
+def check_plan(plan: PipelinePlan) -> None:
+    """Prove that a plan has every action once, cannot hang and sums in the order of 1F1B; else PlanError says where."""
+    if (problem := next(_problems(plan), None)) is not None:
+        raise PlanError(f"the pipeline schedule {plan.kind!r} is invalid: {problem}")
+
+
+def _problems(plan: PipelinePlan) -> Iterator[str]:
+    # only the first one is asked for: each part relies on those before it
+    counts = Counter(action for actions in plan.actions for action in actions)
+    parts = product(range(plan.num_stages), range(plan.num_micro_batches), range(plan.num_slices))
+    wanted = [Action(kind, *part) for part in parts for kind in ("F", "B", "W")]  # type: ignore[arg-type]
+    for action in wanted:
+        if counts[action] != 1:
+            yield f"{action} is there {counts[action]} times"
+    for action in counts.keys() - set(wanted):
+        yield f"{action} is of no stage, micro-batch and slice"
+    for rank, actions in enumerate(plan.actions):
+        for action in actions:
+            if plan.rank_of[action.stage] != rank:
+                yield f"rank {rank} has {action}, and stage {action.stage} is rank {plan.rank_of[action.stage]}'s"
+    for rank in range(plan.num_ranks):
+        yield from _problems_of_order(plan, rank)
+
+    # the ranks' lists as they would run: a rank does its next action once what it needs has been made, and a send waits
+    # for nobody. Where none can go on before the end, all would wait for ever.
+    at, done = [0] * plan.num_ranks, set[Action]()
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(plan.actions):
+            while at[rank] < len(actions):
+                source = plan.source(actions[at[rank]])
+                if source is not None and source not in done:
+                    break
+                done.add(actions[at[rank]])
+                at[rank] += 1
+                moved = True
+    waits = [f"rank {r} at {actions[at[r]]}" for r, actions in enumerate(plan.actions) if at[r] < len(actions)]
+    if waits:
+        yield f"it ends nowhere: {', '.join(waits[:8])} wait for each other"
+
+
+def _problems_of_order(plan: PipelinePlan, rank: int) -> Iterator[str]:
+    # actions that come before what they need on their own rank, or whose sums would be in another order
+    at = {action: index for index, action in enumerate(plan.actions[rank])}
+    for stage in plan.stages_of(rank):
+        last: Action | None = None
+        has_more = stage in (0, plan.num_stages - 1)  # an embedding or a head, whose gradients are summed by B
+        for i in range(plan.num_micro_batches):
+            for j in range(plan.num_slices):
+                f, b, w = (Action(kind, stage, i, j) for kind in ("F", "B", "W"))  # type: ignore[arg-type]
+                if not at[f] < at[b] < at[w]:
+                    yield f"rank {rank} has {f}, {b} and {w} in another order"
+                if not plan.splits and at[w] != at[b] + 1:
+                    yield f"rank {rank} has {w} not right after {b}, and one backward pass computes the two"
+                if j > 0 and at[f] < at[f._replace(slice=j - 1)]:
+                    yield f"rank {rank} has {f} before the slice whose keys it needs"
+                if j > 0 and at[b] > at[b._replace(slice=j - 1)]:
+                    yield f"rank {rank} has {b} after the slice that needs the gradient of its keys"
+            # the sums: micro-batches in order, and in each of them the slices as backward goes through them
+            for j in reversed(range(plan.num_slices)):
+                w = Action("W", stage, i, j)
+                if last is not None and at[w] < at[last]:
+                    text = "the sums of gradients would be in another order than with 1f1b"
+                    yield f"rank {rank} has {w} before {last}: {text}"
+                b, last_b = w._replace(kind="B"), last and last._replace(kind="B")
+                if has_more and last_b is not None and at[b] < at[last_b]:
+                    text = "the sums of the embedding or the head would be in another order"
+                    yield f"rank {rank} has {b} before {last_b}: {text}"
+                last = w
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Times of a step, from its beginning."""
+
+    start: dict[Action, float]
+    stop: dict[Action, float]
+    time: float
+    busy: tuple[float, ...]  # time that each rank computes
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the ranks wait."""
+        return 1 - sum(self.busy) / (self.time * len(self.busy)) if self.time else 0.0
+
+
+def replay(
+    plan: PipelinePlan, seconds: Callable[[Action], float], message: Callable[[Action], float] = lambda action: 0.0
+) -> Replay:
+    """Return when each action begins and ends if a rank waits for nothing but what its next action needs.
+
+    Args:
+        plan: a plan that ``check_plan`` passes.
+        seconds: time of an action.
+        message: time from an action's end until its result is on the next rank.
+    """
+    start, stop, made_at = dict[Action, float](), dict[Action, float](), dict[Action, float]()
+    at, free_at, busy = [0] * plan.num_ranks, [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
+    ready = list(range(plan.num_ranks))
+    waiting: dict[Action, int] = {}  # the rank that waits for an action
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(plan.actions[rank]):
+            action = plan.actions[rank][at[rank]]
+            source, begin = plan.source(action), free_at[rank]
+            if source is not None:
+                if source not in made_at:
+                    waiting[source] = rank
+                    break
+                crosses = plan.rank_of[source.stage] != rank
+                begin = max(begin, made_at[source] + (message(source) if crosses else 0.0))
+            took = seconds(action)
+            start[action], stop[action] = begin, begin + took
+            free_at[rank], busy[rank] = begin + took, busy[rank] + took
+            at[rank] += 1
+            made = action
+            if not plan.splits and action.kind != "F":  # the gradient of the input is there when both have run
+                made = action._replace(kind="B")
+                if action.kind == "B":
+                    continue
+            made_at[made] = begin + took
+            if made in waiting:
+                ready.append(waiting.pop(made))
+    return Replay(start, stop, max(free_at), tuple(busy))
+
+
+def replay_costs(plan: PipelinePlan, costs: Costs) -> Replay:
+    """Return the replay of a plan whose stages all take the same time."""
+    return replay(plan, lambda action: costs.of(action.kind), lambda action: costs.message)

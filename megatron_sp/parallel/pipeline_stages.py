@@ -1,7 +1,6 @@
 """Stages of a model: runs of its layers, of which a pipeline rank has one or several. Plain numbers, no torch.
 
-The first stage has the embedding, too, and the last one the head. These cost time like a layer, or several: layers are dealt so
-that the slowest stage is as fast as it can be (``deal_layers``), unless the first and the last stage are given their numbers.
+The first stage has the embedding, too, and the last one the head; these cost time like a layer, or several.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of a model's layers.
-
-    Attributes:
-        start, stop: its layers.
-    """
+    """A run of a model's layers, from ``start`` to before ``stop``."""
 
     number: int  # of the stage, from 0
     start: int
     stop: int
-    num_layers: int
+    num_layers: int  # of the model
     num_stages: int = 1
 
     @property
@@ -46,31 +41,25 @@ def whole_model(num_layers: int) -> Stage:
 
 def cut_model(counts: tuple[int, ...]) -> tuple[Stage, ...]:
     """Return the stages with so many layers each."""
-    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    ends = list(accumulate(counts, initial=0))
     return tuple(Stage(i, start, stop, ends[-1], len(counts)) for i, (start, stop) in enumerate(pairwise(ends)))
 
 
 def deal_layers(
-    num_layers: int,
-    num_stages: int,
-    *,
-    first: int | None = None,
-    last: int | None = None,
-    embedding: float = 0.0,
+    num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, embedding: float = 0.0,
     head: float = 0.0,
-) -> tuple[int, ...]:
-    """Return the number of layers of each stage.
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the number of layers of each stage, at least one, so that the slowest stage is as fast as it can be.
 
     Args:
-        num_stages: each of them gets a layer at least.
         first, last: layers of the first and the last stage; None: as balances them.
         embedding, head: their time, in that of a layer.
     Raises:
         ValueError: there are too few layers.
     """
-    given = {0: first, num_stages - 1: last} if num_stages > 1 else {}
     if num_stages == 1:
         return (num_layers,)
+    given = {0: first, num_stages - 1: last}
     counts = [given.get(stage) or 1 for stage in range(num_stages)]
     free = [stage for stage in range(num_stages) if given.get(stage) is None]
     left = num_layers - sum(counts)
@@ -87,28 +76,22 @@ def deal_layers(
 
 
 def deal_unlike_layers(costs: Sequence[float], num_stages: int, *, head: float = 0.0) -> tuple[int, ...]:
-    """Return the number of layers of each stage where layers take different times: so that the slowest stage is as fast as it can be.
-
-    Args:
-        costs: time of each layer.
-        num_stages: each of them gets a layer at least.
-    Raises:
-        ValueError: there are too few layers.
-    """
+    """Return the numbers of layers as ``deal_layers`` does, for layers that take the times ``costs``."""
     if len(costs) < num_stages:
         raise ValueError(f"{len(costs)} layers cannot be dealt to {num_stages} stages of at least one")
     sums = list(accumulate(costs, initial=0.0))
-    # best[stop]: (slowest of the stages so far, sum of squares) of the first layers, of ways that are as fast the evenest, and its counts
+    # of the ways to deal the first ``stop`` layers the best: (slowest of the stages so far, sum of squares, counts), so
+    # that of ways that are as fast the evenest is taken
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
         left = num_stages - 1 - stage
-        extra = 0.0 if left else head
         after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for stop in [len(costs)] if not left else range(stage + 1, len(costs) - left + 1):
+        for stop in range(stage + 1, len(costs) - left + 1) if left else [len(costs)]:
             ways = []
             for start, (slowest, squares, counts) in best.items():
                 if start < stop:
-                    time = sums[stop] - sums[start] + extra
+                    time = sums[stop] - sums[start] + (0.0 if left else head)
+                    # rounded, or the last bits of sums decide between equals
                     ways.append((round(max(slowest, time), 9), round(squares + time**2, 9), (*counts, stop - start)))
             after[stop] = min(ways)
         best = after

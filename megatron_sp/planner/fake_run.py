@@ -39,8 +39,7 @@ from megatron_sp.ops.attention_choice import AttentionKernel, choose_kernel, kno
 from megatron_sp.ops.fused_kernels import ELEMENTWISE, FusedKernel, FusedKernels
 from megatron_sp.ops.kernels import launch
 from megatron_sp.parallel.expert_exchange import Counts
-from megatron_sp.parallel.pipeline_plan import Action
-from megatron_sp.parallel.pipeline_replay import replay
+from megatron_sp.parallel.pipeline_plan import Action, replay
 from megatron_sp.planner.expert_rows import RoutedRows, even_rows
 from megatron_sp.planner.fake_device import FakeDevice, Kind, fake_device
 from megatron_sp.planner.machine import Machine

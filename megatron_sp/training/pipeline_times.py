@@ -1,7 +1,7 @@
 """When the ranks of a pipeline computed what in a step, and when they would have, waiting for each other alone."""
 
 # measured   begin and end of each action on each rank (``pipeline.Timeline``), on one time axis
-# planned    the same schedule replayed (``pipeline_replay.py``), each action as long as those of its kind, stage and
+# planned    the same schedule replayed (``pipeline_plan.py``), each action as long as those of its kind, stage and
 #            slice took on average in that step, and messages free
 #
 # Both have the same work; the measured one is longer by messages, by the host, and by actions that took longer than
@@ -23,8 +23,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from megatron_sp.comm.recorder import StepTimes
-from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan
-from megatron_sp.parallel.pipeline_replay import replay
+from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan, replay
 from megatron_sp.utils.markup import svg
 
 

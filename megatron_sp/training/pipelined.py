@@ -20,9 +20,8 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents, row_mask
 from megatron_sp.parallel.pipeline import Channels, Timeline, run_pipeline
-from megatron_sp.parallel.pipeline_check import check_plan
 from megatron_sp.parallel.pipeline_orders import forward_plan, plan_pipeline
-from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, Costs, PipelineKind, PipelinePlan
+from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, Costs, PipelineKind, PipelinePlan, check_plan
 from megatron_sp.parallel.pipeline_stages import Stage, cut_model
 from megatron_sp.parallel.sequence_slices import KeysOfSlices, RowSlice, cut_into_slices
 

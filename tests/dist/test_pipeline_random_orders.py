@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups, pipes
 from megatron_sp.parallel.pipeline import Channels, run_pipeline
-from megatron_sp.parallel.pipeline_check import check_plan
-from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, PipelinePlan, PlanError
+from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, PipelinePlan, PlanError, check_plan
 from megatron_sp.training import pipelined
 
 ROWS, WIDTH = 3, 5  # rows of the first micro-batch; each has one more than the one before

@@ -11,8 +11,7 @@ from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.layout import layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.pipeline_choice import Tried, allowed_schedules, choose, costs_of_stages, settle_schedule, try_schedules
-from megatron_sp.parallel.pipeline_plan import Costs
-from megatron_sp.parallel.pipeline_replay import replay, replay_costs
+from megatron_sp.parallel.pipeline_plan import Costs, replay, replay_costs
 from megatron_sp.planner.dry_run import dry_run
 
 BASE = (

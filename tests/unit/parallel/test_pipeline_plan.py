@@ -8,10 +8,18 @@ from dataclasses import replace
 import pytest
 from support.random_plans import any_plan
 
-from megatron_sp.parallel.pipeline_check import check_plan
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
-from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, Costs, PipelineKind, PipelinePlan, PlanError
-from megatron_sp.parallel.pipeline_replay import replay, replay_costs
+from megatron_sp.parallel.pipeline_plan import (
+    SAME_COSTS,
+    Action,
+    Costs,
+    PipelineKind,
+    PipelinePlan,
+    PlanError,
+    check_plan,
+    replay,
+    replay_costs,
+)
 
 SIZES: list[tuple[PipelineKind, int, int]] = [
     ("1f1b", 1, 1), ("zbv", 2, 1), *(("interleaved", v, 1) for v in (2, 3, 4)), *(("zb1p", v, 1) for v in (1, 2, 3)),

@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
-from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelinePlan
-from megatron_sp.parallel.pipeline_replay import replay_costs
+from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelinePlan, replay_costs
 from megatron_sp.training.pipeline_times import Box, Timetable, pipeline_svg, summary, text_rows
 
 SVG = "{http://www.w3.org/2000/svg}"

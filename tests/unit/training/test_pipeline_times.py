@@ -11,8 +11,7 @@ import pytest
 from megatron_sp.comm.recorder import Collective, CollectiveTimes, StepTimes
 from megatron_sp.parallel.pipeline import Timeline
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
-from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan
-from megatron_sp.parallel.pipeline_replay import replay
+from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan, replay
 from megatron_sp.training.pipeline_times import Box, RankTimes, Timetable, clock_shifts, measured, planned, waits_for_messages
 
 ZBV, SLICES, ONE = plan_pipeline("zbv", 3, 2, 4), plan_pipeline("slices", 2, 1, 2, 3), plan_pipeline("1f1b", 3, 1, 4)
