@@ -1,9 +1,8 @@
 """The ranks that share the experts of a layer, and those that have the same ones.
 
-Experts are dealt to ``ep`` ranks that are neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too: they have
-different tokens anyway, and send each other those that have chosen the other's experts. All that is left of these axes has replicas
-of the same experts, over which their gradients are summed and, with ZeRO, they are sharded. Without tp_seq the ranks of a tp group
-have the same tokens and compute the same experts.
+Experts are dealt to ``ep`` neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too; the rest of
+these axes has replicas of the same experts. Without tp_seq the ranks of a tp group have the same tokens and compute
+alike.
 
     ranks of a stage   d0c0s0  d0c0s1  d1c0s0  d1c0s1        (dp 2, sp 2)
     ep 2               experts 0-3, 4-7, 0-3, 4-7             groups of neighbours; replicas: every second rank
@@ -34,13 +33,7 @@ class ExpertParallel(AllToAllGroup):
     def create(
         cls, groups: ParallelGroups, ep_size: int = 1, *, tp_seq: bool = False, chunks: int = 1, check: bool = False
     ) -> ExpertParallel:
-        """Make the groups. Collective.
-
-        Args:
-            ep_size: ranks that the experts are dealt to.
-            tp_seq: the tp ranks have different tokens.
-            check: compare the ranks' calls before each collective.
-        """
+        """Make the groups for ``ep_size`` ranks; ``tp_seq``: the tp ranks have different tokens. Collective."""
         made = groups_of_experts(groups, ep_size, over_tp=tp_seq, check=check)
         counts = tp_seq or groups.tp_rank == 0
         return cls(made.ep, True, None, made.replicas, made.sequence, made.tokens, counts, chunks)

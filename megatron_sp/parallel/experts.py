@@ -1,6 +1,6 @@
 """A mixture-of-experts MLP as one autograd function, from the norm before it to the residual stream after it.
 
-    a = norm(x); logits = a @ router.T in fp32 (or wider); the top k experts of each token, with weights (``ops/routing.py``)
+    a = norm(x); logits = a @ router.T in fp32 (or wider); the top k experts of each token, with weights
     y = x + shared(a) + sum over the chosen experts of weight * expert(a)
 
 Rows travel to the ranks of their experts and back (``expert_exchange.py``), in ``chunks`` parts of the tokens, one ahead:
@@ -8,12 +8,9 @@ Rows travel to the ranks of their experts and back (``expert_exchange.py``), in 
     compute     | router | shared fc1 | shared fc2 | experts 0 | experts 1 | add 0 |     | add 1
     exchanges           |-- counts --| |- rows 0 -||- rows 1 -||-results 0-||-results 1-|
 
-What is kept for backward: x, the logits, the rows that came from other ranks, and the inputs of the activations; no output of an expert.
-Backward mirrors forward, with the shared expert's backward under the first exchange.
-
-Activations are [s, b, h]. Rows after the first ``rows`` (padding) choose no expert. With several tp ranks the experts are not split:
-with tp_seq these ranks have different tokens, else they compute alike. The shared expert is split as any MLP is.
-Source: arXiv:2101.03961 (routing), arXiv:2401.06066 (shared experts), arXiv:2211.15841 (no capacity, nothing is dropped).
+Backward mirrors forward; for it x, the logits, rows from other ranks and the inputs of the activations are kept, no
+output. Source: arXiv:2101.03961 (routing), arXiv:2401.06066 (shared experts), arXiv:2211.15841 (no capacity, nothing is
+dropped).
 """
 
 from __future__ import annotations
@@ -39,6 +36,8 @@ from megatron_sp.parallel.linear import multiply, norm_in_front, normed_by, rows
 from megatron_sp.parallel.router_pass import FirstPass, RouterPass
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
+Grads = tuple[Tensor | None, ...]
+
 
 class Router(NamedTuple):
     """The router's tensors."""
@@ -49,11 +48,7 @@ class Router(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Options of a mixture of experts.
-
-    Attributes:
-        ep, tp: the groups.
-    """
+    """Options of a mixture of experts."""
 
     routing: RoutingSpec
     activation: Activation  # of all experts, the shared one included
@@ -67,45 +62,31 @@ class ExpertPlan:
 
 def expert_mlp(
     x: Tensor, norm: NormInFront | None, router: Router, experts: ExpertWeights, plan: ExpertPlan, *,
-    shared: ExpertWeights | None = None, residual: Tensor | None = None, add_input: bool = True, main_grad: MainGrad | None = None,
-    told: RouterPass | None = None,
+    shared: ExpertWeights | None = None, residual: Tensor | None = None, add_input: bool = True,
+    main_grad: MainGrad | None = None, told: RouterPass | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute residual + experts(norm(x)). Collective over the ep ranks.
+    """Compute residual + experts(norm(x)), [s/parts, b, h]; return also x for its other consumers. Collective over ep.
 
     Args:
-        x: [s/parts, b, h].
-        norm: before router and experts, with weights replicated on all ranks; or None.
-        experts: this rank's experts, stacked.
-        shared: a shared expert, this tp rank's part; weights and biases as of an MLP, [f/tp, h], [f/tp], [h, f/tp],
-            [h].
-        residual: of the shape of x; added to the result instead of x.
-        add_input: add x where there is no ``residual``; else nothing is added.
+        norm: before router and experts, with weights replicated on all ranks.
+        experts: this rank's, stacked. tp does not split them: its ranks have other tokens (tp_seq) or compute alike.
+        shared: this tp rank's part of a shared expert, [f/tp, h], [f/tp], [h, f/tp], [h].
+        residual: of the shape of x; None: x is added, with ``add_input``.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
-        told: counts choices, and has the weights of the terms that keep them even; None: there are none.
-    Returns:
-        (the result [s/parts, b, h], x for its other consumers, whose gradient is added inside this op).
+        told: counts choices, and has the weights of the terms that keep them even.
     """
     is_training = torch.is_grad_enabled()  # inside the op it never is
-    first = told.earlier(plan.place) if told is not None and is_training else None
+    first = told.first.pop(plan.place, None) if told is not None and is_training else None
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
     of_shared = (None, None, None, None) if shared is None else shared
     params = _Params(*norm_params, router.weight, *experts, *of_shared)
-    options = _Options(
-        None if norm is None else norm.spec,
-        plan,
-        router.bias,
-        add_input and residual is None,
-        main_grad,
-        told,
-        first,
-        not is_training,
-    )
+    norm_spec, add_input = None if norm is None else norm.spec, add_input and residual is None
+    options = _Options(norm_spec, plan, router.bias, add_input, main_grad, told, first, not is_training)
     return _ExpertMLP.apply(options, x, residual, *params)
 
 
 class _Options(NamedTuple):
-    """Arguments of the op that have no gradient."""
-
+    # arguments of the op that have no gradient
     norm_spec: NormSpec | None
     plan: ExpertPlan
     router_bias: Tensor | None
@@ -136,25 +117,8 @@ class _Params(NamedTuple):
         return ExpertWeights(self.w1, self.b1, self.w2, self.b2)
 
 
-class _Needs(NamedTuple):
-    """Flags of the parameters that need a gradient, as ``_Params``."""
-
-    norm_weight: bool
-    norm_bias: bool
-    router: bool
-    w1: bool
-    b1: bool
-    w2: bool
-    b2: bool
-    shared_w1: bool
-    shared_b1: bool
-    shared_w2: bool
-    shared_b2: bool
-
-
 class _Trip(NamedTuple):
-    """A chunk of tokens as backward needs it: where its rows went, and who has chosen whom."""
-
+    # a chunk of tokens as backward needs it: where its rows went, and who has chosen whom
     journey: Journey
     choices: Choices
 
@@ -171,42 +135,25 @@ class _ExpertMLP(torch.autograd.Function):
         state = _Forward(options, params, x, residual)
         y = state.run()
         # parameters are seen through autograd, which has them as recomputation hands them back
-        ctx.save_for_backward(
-            x, state.logits, state.routed.chosen, *params, state.shared_wide, *state.rows, *state.wide
-        )
+        of_chunks = *state.rows, *state.wide
+        ctx.save_for_backward(x, state.logits, state.routed.chosen, *params, state.shared_wide, *of_chunks)
         ctx.trips = state.trips
         return y, x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> Grads:  # type: ignore[override]
         if grad is None:
             return None, passed, None, *[None] * len(_Params._fields)
         return None, *_Backward(ctx, grad.contiguous(), passed).run()
 
 
-def _chunks(tokens: int, ep: ExpertParallel) -> list[slice]:
-    # contiguous parts of the tokens, whose lengths differ by at most one; as many on every rank
-    count = ep.chunks if ep.size > 1 else 1
-    return [slice(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
-
-
 class _Forward:
-    """One forward pass.
-
-    Attributes:
-        logits: [tokens, E].
-        routed: the choice.
-        shared_wide: input of the shared expert's activation, or None.
-        rows, wide: of each chunk, the rows that came and the inputs of the activation.
-        trips: of each chunk.
-    """
-
     def __init__(self, options: _Options, params: _Params, x: Tensor, residual: Tensor | None) -> None:
         self.options, self.plan, self.params = options, options.plan, params
         self.x, self.stream = x, residual if residual is not None else x if options.add_input else None
-        self.shared_wide: Tensor | None = None
-        self.rows: list[Tensor] = []
-        self.wide: list[Tensor] = []
+        self.shared_wide: Tensor | None = None  # input of the shared expert's activation
+        self.rows: list[Tensor] = []  # of each chunk, the rows that came
+        self.wide: list[Tensor] = []  # of each chunk, the inputs of the experts' activation
         self.trips: list[_Trip] = []
 
     def run(self) -> Tensor:
@@ -215,21 +162,24 @@ class _Forward:
         normed, _ = normed_by(self.x, norm)
         entered = plan.tp.enter_async(normed) if params.shared_w1 is not None else None
         a = rows_of(normed)[: plan.rows]
-        self.logits = _logits(a, params.router, plan.router_dtype)
+        wide = plan.router_dtype or sum_dtype(a.dtype)
+        self.logits = a.to(wide) @ params.router.to(wide).t()
         first = self.options.first
         chosen = first.chosen if first is not None else told.given(plan.layer) if told is not None else None
         self.routed = route(self.logits, plan.routing, self.options.router_bias, chosen)
         own = len(params.w1)
-        counts = Counts(
-            plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep), first and first.numbers
-        )
+        # contiguous parts of the tokens, whose lengths differ by at most one; as many on every rank
+        tokens, num_chunks = len(a), plan.ep.chunks if plan.ep.size > 1 else 1
+        chunks = [slice(i * tokens // num_chunks, (i + 1) * tokens // num_chunks) for i in range(num_chunks)]
+        counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, chunks, first and first.numbers)
         if told is not None and first is None:
             told.observe(plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
         inner = None if entered is None else self._shared_fc1(entered)
         journeys, of_experts = counts.read()
         if told is not None and self.options.comes_again:
             assert counts.numbers is not None, "they have been read"
-            told.keep(plan.place, FirstPass(self.routed.chosen, counts.numbers))
+            if not told.step.is_counting:
+                told.first[plan.place] = FirstPass(self.routed.chosen, counts.numbers)
         exchange = RowExchange(plan.ep, _format(a, self.logits, plan), own)
         coming = [exchange.send_rows(a, self.routed, journeys[0])]
         y = self._begin(inner)
@@ -273,13 +223,8 @@ class _Forward:
             return y.zero_() if stream is None else y.copy_(stream)
         assert params.shared_w2 is not None
         if tp.size == 1:
-            multiply(
-                rows_of(inner),
-                params.shared_w2,
-                params.shared_b2,
-                None if stream is None else rows_of(stream),
-                out=rows_of(y),
-            )
+            added = None if stream is None else rows_of(stream)
+            multiply(rows_of(inner), params.shared_w2, params.shared_b2, added, out=rows_of(y))
             return y
         part = empty((*inner.shape[:-1], x.shape[-1]), dtype=x.dtype, device=x.device)
         multiply(rows_of(inner), params.shared_w2, None, out=rows_of(part))
@@ -289,19 +234,11 @@ class _Forward:
         return y.copy_(left) if stream is None else torch.add(left, stream, out=y)
 
 
-def _logits(a: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    # the router's logits, [tokens, E]
-    wide = dtype or sum_dtype(a.dtype)
-    return a.to(wide) @ weight.to(wide).t()
-
-
 def _format(a: Tensor, logits: Tensor, plan: ExpertPlan) -> RowFormat:
     return RowFormat(a.shape[1], plan.routing.top_k, a.dtype, logits.dtype)
 
 
 class _Backward:
-    """One backward pass."""
-
     def __init__(self, ctx: Any, grad: Tensor, passed: Tensor | None) -> None:
         saved: Iterator[Tensor] = iter(ctx.saved_tensors)
         self.x, self.logits, chosen = next(saved), next(saved), next(saved)
@@ -312,11 +249,11 @@ class _Backward:
         options: _Options = ctx.options
         self.options, self.plan, self.params, self.main_grad = options, options.plan, ctx.params, options.main_grad
         self.need_x, self.need_residual, *needs = ctx.needs_input_grad[1:]
-        self.need = _Needs._make(needs)
+        self.need: Any = _Params._make(needs)  # flags of the parameters
         self.grad, self.passed, self.has_residual = grad, passed, ctx.has_residual
         self.routed = route(self.logits, self.plan.routing, chosen=chosen)
 
-    def run(self) -> tuple[Tensor | None, ...]:
+    def run(self) -> Grads:
         plan, values = self.plan, self.values
         plan.tp.mark("experts")
         norm = norm_in_front(self.options.norm_spec, self.params.norm_weight, self.params.norm_bias)
@@ -337,17 +274,14 @@ class _Backward:
                 coming.append(exchange.send_grads(grad2, self.trips[index + 1].journey))
             rows = exchange.rows_of(self.rows[index], a, journey)
             row_grads = exchange.place_for(grad_a, journey)
-            found = experts_backward(
-                arrived, rows, self.wide[index], choices, values.experts, plan.activation, grads, row_grads
-            )  # fmt: skip
-            of_rows = torch.zeros(len(rows) * plan.routing.top_k, dtype=found.dtype, device=found.device)
-            of_rows[choices.places] = found
+            wide, experts = self.wide[index], values.experts
+            of_choices = experts_backward(arrived, rows, wide, choices, experts, plan.activation, grads, row_grads)
+            top_k = plan.routing.top_k
+            of_rows = torch.zeros(len(rows) * top_k, dtype=of_choices.dtype, device=of_choices.device)
+            of_rows[choices.places] = of_choices
             if under_way is not None:
                 exchange.add_row_grads(under_way[0].wait(), under_way[1], grad_a, grad_weights)
-            under_way = (
-                exchange.send_row_grads(row_grads, of_rows.view(len(rows), plan.routing.top_k), journey),
-                journey,
-            )
+            under_way = exchange.send_row_grads(row_grads, of_rows.view(len(rows), top_k), journey), journey
         of_experts = grads.results()  # under the last exchange
         assert under_way is not None
         exchange.add_row_grads(under_way[0].wait(), under_way[1], grad_a, grad_weights)
@@ -355,7 +289,8 @@ class _Backward:
         return self._input(norm, stats, grad_a, reduced, router, of_experts, of_shared)
 
     def _router(self, a: Tensor, grad_weights: Tensor, grad_a: Tensor) -> Tensor | None:
-        """Add the gradient that comes through the router to ``grad_a``; return that of its weight for autograd, if it is needed there."""
+        # add the gradient that comes through the router to ``grad_a``; return that of its weight if autograd is to have
+        # it
         plan, told = self.plan, self.options.told
         of_scores, z = (None, None) if told is None else told.gradients(plan.layer, len(a), self.logits.dtype)
         grad = logits_backward(self.logits, self.routed, plan.routing, grad_weights, of_scores, z)
@@ -368,46 +303,39 @@ class _Backward:
         return _put_router_grad(main_grad, param, grad, a)
 
     def _shared(self, normed: Tensor) -> tuple[list[Tensor | None], Handle | None]:
-        """Run the shared expert's backward; return its parameters' gradients for autograd, and that of its input on its way."""
-        wide, values, params, need, tp, main_grad = (
-            self.shared_wide,
-            self.values,
-            self.params,
-            self.need,
-            self.plan.tp,
-            self.main_grad,
-        )
+        # gradients of the shared expert's parameters for autograd, and that of its input on its way
+        wide, values, params, need = self.shared_wide, self.values, self.params, self.need
+        tp, main_grad = self.plan.tp, self.main_grad
         if wide is None:
             return [None] * 4, None
         assert values.shared_w1 is not None and values.shared_w2 is not None
-        found: dict[str, Tensor | None] = dict.fromkeys(("w1", "b1", "w2", "b2"))
+        w1 = b1 = w2 = b2 = None
         entered_grad, entered = tp.enter_async(self.grad), tp.enter_async(normed)
         if need.shared_b2:
-            found["b2"] = put_column_sum(main_grad, params.shared_b2, rows_of(self.grad))
+            b2 = put_column_sum(main_grad, params.shared_b2, rows_of(self.grad))
         grad = entered_grad.wait()
         grad2, activation = rows_of(grad), self.plan.activation
         if need.shared_w2:
-            found["w2"] = put_weight_grad(main_grad, params.shared_w2, grad2, rows_of(activation.forward(wide)))
-        grad_wide = activation.backward_(
-            (grad2 @ values.shared_w2).view(*grad.shape[:-1], values.shared_w2.shape[1]), wide
-        )
+            w2 = put_weight_grad(main_grad, params.shared_w2, grad2, rows_of(activation.forward(wide)))
+        grad_inner = (grad2 @ values.shared_w2).view(*grad.shape[:-1], values.shared_w2.shape[1])
+        grad_wide = activation.backward_(grad_inner, wide)
+        del grad_inner
         part = empty(grad.shape, dtype=grad.dtype, device=grad.device)
         torch.mm(rows_of(grad_wide), values.shared_w1, out=rows_of(part))
         reduced = tp.leave_async(part)
         del part
         if need.shared_b1:
-            found["b1"] = put_column_sum(main_grad, params.shared_b1, rows_of(grad_wide))
+            b1 = put_column_sum(main_grad, params.shared_b1, rows_of(grad_wide))
         a = entered.wait()
         if need.shared_w1:
-            found["w1"] = put_weight_grad(main_grad, params.shared_w1, rows_of(grad_wide), rows_of(a))
-        return list(found.values()), reduced
+            w1 = put_weight_grad(main_grad, params.shared_w1, rows_of(grad_wide), rows_of(a))
+        return [w1, b1, w2, b2], reduced
 
     def _input(
-        self, norm: NormInFront | None, stats: tuple[Tensor, ...], grad_a: Tensor, reduced: Handle | None, router: Tensor | None,
-        of_experts: tuple[Tensor | None, ...], of_shared: list[Tensor | None],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        grad = self.grad
-        passed = self.passed
+        self, norm: NormInFront | None, stats: tuple[Tensor, ...], grad_a: Tensor, reduced: Handle | None,
+        router: Tensor | None, of_experts: Grads, of_shared: list[Tensor | None],
+    ) -> Grads:  # fmt: skip
+        grad, passed = self.grad, self.passed
         if self.options.add_input:
             passed = grad if passed is None else passed + grad
         grad_normed = torch.zeros_like(self.x) if reduced is None else reduced.wait()
@@ -418,14 +346,13 @@ class _Backward:
             grad_x = grad_normed if passed is None else grad_normed.add_(passed)
         else:
             need = self.need_x, self.need.norm_weight, self.need.norm_bias
-            grad_x, of_weight, of_bias = norm_gradients(
-                norm, grad_normed, self.x, stats, need, passed, main_grad=self.main_grad
-            )
+            of_norm = norm_gradients(norm, grad_normed, self.x, stats, need, passed, main_grad=self.main_grad)
+            grad_x, of_weight, of_bias = of_norm
         of_residual = grad if self.has_residual and self.need_residual else None
         return grad_x, of_residual, of_weight, of_bias, router, *of_experts, *of_shared
 
 
 def _put_router_grad(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, a: Tensor) -> Tensor | None:
-    """Compute the gradient of the router's weight in the dtype of the logits, and store it; return it if no main_grad holds the weight."""
-    found = put_weight_grad(main_grad, weight, grad, a.to(grad.dtype), may_defer=False)
-    return None if found is None else found.to(weight.dtype)
+    # computed in the dtype of the logits; None if the main_grad holds the weight
+    of_weight = put_weight_grad(main_grad, weight, grad, a.to(grad.dtype), may_defer=False)
+    return None if of_weight is None else of_weight.to(weight.dtype)

@@ -1,22 +1,19 @@
 """Tensor-parallel layers: modules that hold a tp rank's part of a weight.
 
 Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds between these layers: all of them, or with
---sequence-parallel 1/tp of them. Shapes of the parameters on each tp rank, and the gradients to be summed over tp
-besides what the layer itself sums:
+--sequence-parallel 1/tp of them. Gradients that are summed over tp besides what the layer itself sums:
 
     layer                    parameter       on a rank            summed over tp
     Norm                     weight, bias    [h]                  with --sequence-parallel, or if it norms heads
-    ColumnParallelLinear     weight          [out/tp, in]         only rows that several ranks hold (shared key/value heads)
+    ColumnParallelLinear     weight          [out/tp, in]         rows that several ranks hold (shared key/value heads)
                              bias            [out/tp]             likewise
     RowParallelLinear        weight          [out, in/tp]         never
                              bias            [out]                with --sequence-parallel
     VocabParallelEmbedding   weight          [rows/tp, h]         never
     Table                    weight          [rows, h]            with --sequence-parallel
 
-Each parameter's ``ShardSpec`` describes this (``shard_specs``): optimizer, checkpoints and converters use nothing else.
-The computation is in ``linear.py``, ``embedding.py`` and ``lm_head.py``. If gradient buffers are attached
-(``attach_main_grad``), weight gradients are added to them and not returned to autograd. Source: Megatron-LM,
-arXiv:1909.08053 and arXiv:2205.05198.
+Optimizer, checkpoints and converters know all this from each parameter's ``ShardSpec`` alone (``shard_specs``).
+Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -42,27 +39,18 @@ from megatron_sp.utils.numbers import round_up
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, with parameters replicated on every rank.
-
-    Args:
-        sees: what tp ranks have different shares of: "positions" (only with --sequence-parallel) or "heads" (always).
-    """
+    """LayerNorm or RMSNorm, replicated; ``sees``: what tp ranks have different shares of (heads: always)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        config: ModelConfig,
-        width: int,
-        dtype: torch.dtype,
-        layout: ParallelContext,
+        self, config: ModelConfig, width: int, dtype: torch.dtype, layout: ParallelContext,
         sees: Literal["positions", "heads"] = "positions",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.spec_of_shard = ShardSpec.whole(
-            (width,), layout.tp.rank, layout.tp.size, summed=layout.tp.seq or sees == "heads"
-        )
+        tp, summed = layout.tp, layout.tp.seq or sees == "heads"
+        self.spec_of_shard = ShardSpec.whole((width,), tp.rank, tp.size, summed=summed)
         self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
         self.main_grad: MainGrad | None = None
         start = torch.zeros if self.spec.zero_centered else torch.ones
@@ -72,15 +60,15 @@ class Norm(nn.Module):
         self._front: NormInFront | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize: [s, b, h] -> [s, b, h]."""
+        """Normalize [s, b, h]."""
         return norm(x, self.weight, self.bias, self.spec, main_grad=self.main_grad)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
+        """Return the placement of each parameter."""
         return {name: self.spec_of_shard for name, _ in self.named_parameters()}
 
     def in_front(self) -> NormInFront:
-        """Return this norm as an argument of the linear layer after it, which then saves the norm's input instead of its output."""
+        """Return this norm for the linear layer after it, which then saves the norm's input, not its output."""
         front, params = self._front, self._parameters  # an attribute costs the host a microsecond
         weight, bias = params["weight"], params["bias"]
         if front is None or front.weight is not weight or front.bias is not bias or front.spec is not self.spec:
@@ -90,15 +78,7 @@ class Norm(nn.Module):
 
 
 class ParallelLinear(nn.Module):
-    """Base class of column- and row-parallel linear layers: this rank holds a part of the weight.
-
-    Args:
-        weight_spec: placement of this rank's part in the whole weight [out, in]; it is initialized as a slice of the
-            whole in any layout.
-        bias_spec: placement of this rank's part of the bias [out]; None: no bias.
-        init: the initial weight; a bias starts at zero.
-        layout: has the tp group.
-    """
+    """Base of column- and row-parallel linear layers: specs say this rank's part of weight and bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -110,18 +90,15 @@ class ParallelLinear(nn.Module):
         self.main_grad: MainGrad | None = None
         self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
         whole, dtype = init.draw(weight_spec.shape), init.dtype
-        self.weight = nn.Parameter(
-            weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype)
-        )
-        bias = (
-            None
-            if bias_spec is None
-            else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
-        )
+        # a slice of the same whole in any layout
+        weight = weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype)
+        self.weight, bias = nn.Parameter(weight), None
+        if bias_spec is not None:
+            bias = nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
         self.register_parameter("bias", bias)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
+        """Return the placement of each parameter."""
         return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
 
     def linear(self) -> Linear:
@@ -132,51 +109,36 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Column-parallel linear layer, y = norm(x) @ W.T + b: rank r has some rows of W and computes the corresponding columns of y.
+    """Column-parallel linear layer, y = norm(x) @ W.T + b: rank r has ``rows`` of W and computes these columns of y.
 
-                 on rank r                 communication
-        x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else replicated
-        W_r      [out/tp, in]              none
-        y_r      [s, b, out/tp]            none
+             on rank r                 communication
+    x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else replicated
+    W_r      [out/tp, in]              none
+    y_r      [s, b, out/tp]            none
 
-        forward    y_r = norm(all_gather(x)) @ W_r.T + b_r
-        backward   dW_r = dy_r.T @ norm(all_gather(x)),  db_r = sum of dy_r
-                   dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
-
-    Args:
-        rows: the rows that this rank holds of the whole weight [out, in]; those that other ranks hold too are its
-            ``sums``.
-        init: the initial weight.
-        bias: the layer has a bias.
-        layout: has the tp group.
+    backward   dW_r = dy_r.T @ norm(all_gather(x)),  db_r = sum of dy_r
+               dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
     """
 
     def __init__(self, rows: ShardSpec, init: WeightInit, *, bias: bool, layout: ParallelContext) -> None:
         super().__init__(rows, replace(rows, shape=rows.shape[:1]) if bias else None, init, layout)
 
     def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
-        """Apply the layer to x [s/parts, b, in]; return (y [s, b, out/tp], x for the residual branch)."""
+        """Return (y [s, b, out/tp], x [s/parts, b, in] for the residual branch)."""
         return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, main_grad=self.main_grad)
 
 
 class RowParallelLinear(ParallelLinear):
-    """Row-parallel linear layer, y = act(x) @ W.T + b: inputs are split over tp, each rank computes a partial sum, the layer reduces it.
+    """Row-parallel linear layer, y = act(x) @ W.T + b: each rank's inputs make a partial sum, which the layer reduces.
 
                  on rank r                 communication
         x_r      [s, b, in/tp]             none: the output of a column-parallel layer
         W_r      [out, in/tp]              none
         y        [s/parts, b, out]         summed over tp: reduce_scatter with --sequence-parallel, else all_reduce
 
-        forward    y = sum over r of act(x_r) @ W_r.T, + b (+ residual)
-        backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r); no gather without --sequence-parallel
-                   db = sum of dy, over this rank's positions
+        backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r),  db = sum of dy
 
-    Args:
-        in_features, out_features: sizes of the whole layer.
-        init: the initial weight.
-        bias: the layer has a bias.
-        layout: has the tp group.
-        activation: applied to the input; recomputed in backward instead of saved.
+    The activation is recomputed in backward instead of saved.
     """
 
     def __init__(
@@ -184,23 +146,17 @@ class RowParallelLinear(ParallelLinear):
         activation: Activation | None = None,
     ) -> None:  # fmt: skip
         tp = layout.tp
-        mine = in_features // tp.size
-        weight = ShardSpec.split((out_features, in_features), 1, ((tp.rank * mine, mine),))
+        columns = in_features // tp.size
+        weight = ShardSpec.split((out_features, in_features), 1, ((tp.rank * columns, columns),))
         bias_spec = ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq) if bias else None
         super().__init__(weight, bias_spec, init, layout)
         self.activation = activation
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Apply the layer to x [s, b, in/tp] and add the residual; return [s/parts, b, out]."""
-        return row_linear(
-            x,
-            self.weight,
-            self.bias,
-            activation=self.activation,
-            residual=residual,
-            tp=self.layout.tp,
-            main_grad=self.main_grad,
-        )
+        tp, main_grad = self.layout.tp, self.main_grad
+        params = self.weight, self.bias
+        return row_linear(x, *params, activation=self.activation, residual=residual, tp=tp, main_grad=main_grad)
 
 
 class Table(nn.Module):
@@ -213,7 +169,7 @@ class Table(nn.Module):
         self.weight = nn.Parameter(init.draw((rows, width)).to(init.dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
+        """Return the placement of the parameter."""
         return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -224,28 +180,26 @@ class Table(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Embedding with rows split over tp; also the weight of the LM head (``lm_head.py``), where it is column-parallel.
 
-        forward    out_r = W_r[ids] where rank r holds the row, else 0;  out = sum over r of out_r: one all_reduce or reduce_scatter
-        backward   dW_r[id] = sum of all_gather(d_out) at the positions of id; nothing is communicated without --sequence-parallel
-        as head    logits_r = x @ W_r.T; softmax over the ranks' columns by their maxima and sums, logits are never gathered
+        forward    out_r = W_r[ids] where rank r holds the row, else 0;  out = sum over r: one all_reduce or
+        reduce_scatter backward   dW_r[id] = sum of all_gather(d_out) at the positions of id
 
-    The rows are padded to a multiple of ``divisible_by`` * tp; padding rows are zero, never trained and never written
-    to disk.
+    Rows are padded to a multiple of ``divisible_by`` * tp; padding is zero, never trained and never written to disk.
     """
 
     def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext, *, divisible_by: int) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         self.rows, self.tp = rows, layout.tp
-        mine = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
-        first = min(rows, layout.tp.rank * mine)
-        self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + mine) - first),))
-        weight = torch.zeros(mine, width, dtype=init.dtype)
+        per_rank = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
+        first = min(rows, layout.tp.rank * per_rank)
+        self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + per_rank) - first),))
+        weight = torch.zeros(per_rank, width, dtype=init.dtype)
         taken = self.spec.take(init.draw((rows, width)))
         weight[: len(taken)] = taken
         self.weight = nn.Parameter(weight)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
+        """Return the placement of the parameter."""
         return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -254,67 +208,57 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead:
-    """The LM head over a vocabulary-parallel table, its own or, with tied weights, the word embeddings'; it holds no parameters itself.
+    """The LM head over a vocabulary-parallel table, its own or the word embeddings'.
 
-        forward    logits_r = x @ W_r.T + b_r, a chunk of tokens at a time; loss = log(sum over r of sums_r) - logit of the label, after two
-                   small all_reduces: the rows' maxima, then their sums and label logits. Logits are never gathered
-        backward   dW_r = dlogits_r.T @ x, db_r = sum of dlogits_r, dx = sum over r of dlogits_r @ W_r: one all_reduce or reduce_scatter
-
-    Args:
-        table: [rows/tp, h]; see ``VocabParallelEmbedding``.
-        tp: how x lies over the tp group (default: as the table's input).
-        bias: [rows/tp], or None.
-        chunk_tokens: tokens of a chunk; None: by the size of the table's rows.
+    forward    logits_r = x @ W_r.T + b_r; loss = log(sum over r of sums_r) - logit of the label, after two small
+               all_reduces: the rows' maxima, then their sums and label logits
+    backward   dW_r = dlogits_r.T @ x, db_r = sum of dlogits_r, dx = sum over r of dlogits_r @ W_r
     """
 
     def __init__(
-        self,
-        table: VocabParallelEmbedding,
-        *,
-        tp: TensorParallel | None = None,
-        bias: Tensor | None = None,
+        self, table: VocabParallelEmbedding, *, tp: TensorParallel | None = None, bias: Tensor | None = None,
         chunk_tokens: int | None = None,
-    ) -> None:
-        self.table, self.tp, self.bias, self.chunk_tokens = table, table.tp if tp is None else tp, bias, chunk_tokens
+    ) -> None:  # fmt: skip
+        self.table, self.bias, self.chunk_tokens = table, bias, chunk_tokens
+        self.tp = table.tp if tp is None else tp  # how x lies over the tp group
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor) -> HeadLoss:
         """Sum of masked token losses; shapes as for ``lm_head_loss``."""
         return lm_head_loss(
-            x, self.table.weight, labels, loss_mask, vocab_size=self.table.rows, bias=self.bias, chunk_tokens=self.chunk_tokens,
-            tp=self.tp, main_grad=self.table.main_grad,
+            x, self.table.weight, labels, loss_mask, vocab_size=self.table.rows, bias=self.bias,
+            chunk_tokens=self.chunk_tokens, tp=self.tp, main_grad=self.table.main_grad,
         )  # fmt: skip
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., h], the same on every tp rank -> [..., vocab_size] on every tp rank, fp32 or wider; for generation."""
+        """Return logits [..., vocab_size] of x [..., h], fp32 or wider, on every tp rank; for generation."""
         return lm_head_logits(x, self.table.weight, self.table.rows, self.bias, self.tp)
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Return the placement of each of a model's parameters, by the parameter's name."""
-    found: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
+    specs: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
     for prefix, module in model.named_modules():
         of_module = getattr(module, "shard_specs", None)
         if of_module is not None and module is not model:
-            found |= {f"{prefix}.{name}": spec for name, spec in of_module().items()}
-    return found
+            specs |= {f"{prefix}.{name}": spec for name, spec in of_module().items()}
+    return specs
 
 
 def table_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the weights of word embeddings and output layer, which may have a learning rate of their own."""
-    return frozenset(
-        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)
-    )
+    """Return the names of the weights of word embeddings and output layer."""
+    modules = model.named_modules()
+    return frozenset(f"{name}.weight" for name, module in modules if isinstance(module, VocabParallelEmbedding))
 
 
 def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:
-    """Make every layer of ours write its weight gradients to ``main_grad`` (None: return them to autograd again)."""
+    """Make every layer of ours write its weight gradients to ``main_grad`` (None: to autograd again)."""
     for module in model.modules():
         if hasattr(module, "main_grad"):
             module.main_grad = main_grad  # type: ignore[assignment]
 
 
 def norm_spec_of(model: nn.Module) -> NormSpec | None:
-    """Return the spec of a model's norms, which is the same for all; None for a model without norms of ours."""
+    """Return the spec of a model's norms, which is the same for all; None without norms of ours."""
     return next((module.spec for module in model.modules() if isinstance(module, Norm)), None)
 
 

@@ -4,14 +4,12 @@
     row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own inputs
     mlp:              the one, then the other
 
-They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward
-(one elementwise pass) and its output never saved; the gather of tp_seq is repeated too. The residual is added to the
-result inside the op; where the residual branches off, before a norm, the op returns its input as well, so that the
-stream's two gradients are added here in one pass.
+They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward and
+its output never saved; the gather of tp_seq is repeated too. Where the residual branches off, before a norm, the op
+returns its input as well, so that the stream's two gradients are added here in one pass.
 
-Backward of the column-parallel layer:
-    before:  gather x | dx GEMM | dW GEMM | reduce dx
-    now:     gather x during the dx GEMM; reduce dx during the dW GEMM
+Backward of the column-parallel layer: gather x during the dx GEMM; reduce dx during the dW GEMM.
+Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
 """
 
 from __future__ import annotations
@@ -31,85 +29,64 @@ from megatron_sp.ops.main_grad import MainGrad, holds_all, put_column_sum, put_w
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_forward, norm_gradients
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
-Params = tuple[Tensor | None, ...]
-Linear = tuple[Tensor, Tensor | None]
-"""Weight and bias of a linear layer."""
+Grads = Params = tuple[Tensor | None, ...]
+Linear = tuple[Tensor, Tensor | None]  # weight and bias of a linear layer
+# weight, bias, norm or activation in front, tp group, receiver of the gradients
+_ColumnOptions = tuple[Tensor, Tensor | None, NormInFront | None, TensorParallel, MainGrad | None]
+_RowOptions = tuple[Tensor, Tensor | None, Activation | None, TensorParallel, MainGrad | None]
+_MLPOptions = tuple[_ColumnOptions, _RowOptions, bool]  # those of the two layers; the input is added to the result
 
 
 def column_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: NormInFront | None = None,
-    tp: TensorParallel = NO_TP,
-    main_grad: MainGrad | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: NormInFront | None = None,
+    tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Column-parallel linear layer, optionally preceded by a norm.
 
     Args:
         x: [s/parts, ..., in], the same on every rank of the group unless tp_seq splits it.
         weight: [out/tp, in].
-        bias: [out/tp].
         norm: applied to x first; its weights are replicated on all ranks.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         (y [s, ..., out/tp], x for the residual branch, whose gradient is added inside this op).
-    Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
     """
     options = weight, bias, norm, tp, main_grad
     return _ColumnLinear.apply(options, x, *passed_to_autograd(main_grad, x, _params_of(options)))
 
 
 def row_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: Activation | None = None,
-    residual: Tensor | None = None,
-    tp: TensorParallel = NO_TP,
-    main_grad: MainGrad | None = None,
-) -> Tensor:
-    """Row-parallel linear layer, optionally preceded by an activation.
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation | None = None,
+    residual: Tensor | None = None, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
+) -> Tensor:  # fmt: skip
+    """Row-parallel linear layer, optionally preceded by an activation: [s, ..., in/tp] -> [s/parts, ..., out].
 
     Args:
-        x: [s, ..., in/tp] ([..., 2*in/tp] for a gated activation).
-        weight: [out, in/tp].
+        x: for a gated activation [..., 2*in/tp].
         bias: [out], replicated; added once, after the sum over ranks.
-        activation: applied to x first.
-        residual: [s/parts, ..., out], added to the result.
-        main_grad: receives the gradients of all parameters; if None, they go through autograd.
-    Returns:
-        [s/parts, ..., out].
-    Source: as ``column_linear``.
+        residual: added to the result.
     """
     options = weight, bias, activation, tp, main_grad
     return _RowLinear.apply(options, x, residual, *passed_to_autograd(main_grad, x, (weight, bias)))
 
 
 def mlp(
-    x: Tensor, norm: NormInFront | None, fc1: Linear, fc2: Linear, activation: Activation, *, onto: Tensor | None = None,
-    add_input: bool = True, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
+    x: Tensor, norm: NormInFront | None, fc1: Linear, fc2: Linear, activation: Activation, *, onto: Tensor | None =
+    None, add_input: bool = True, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Column-parallel linear layer, activation and row-parallel linear layer in one op, so that autograd has one node for them.
+    """Column-parallel linear layer, activation and row-parallel linear layer in one op: one node for autograd.
 
     Args:
         x: [s/parts, b, h].
-        norm: applied to x first; None: there is none.
         fc1: weight [f/tp, h] ([2*f/tp, h] for a gated activation), bias [f/tp].
         fc2: weight [h, f/tp], bias [h], replicated.
-        activation: between the two; recomputed in backward.
-        onto: of the shape of x; added to the result.
-        add_input: add x to the result, without ``onto``.
-        main_grad: receives the gradients of all parameters; if None, they go through autograd.
+        onto: of the shape of x; added to the result, else x is, with ``add_input``.
     Returns:
         (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
     """
     column, row = (*fc1, norm, tp, main_grad), (*fc2, activation, tp, main_grad)
-    return _MLP.apply(
-        (column, row, add_input and onto is None), x, onto, *passed_to_autograd(main_grad, x, _params_of(column, row))
-    )
+    params = passed_to_autograd(main_grad, x, _params_of(column, row))
+    return _MLP.apply((column, row, add_input and onto is None), x, onto, *params)
 
 
 def _params_of(column: _ColumnOptions, row: tuple[Any, ...] = ()) -> Params:
@@ -127,7 +104,7 @@ def passed_to_autograd(main_grad: MainGrad | None, x: Tensor, params: Params) ->
 
 
 def needed(flags: Sequence[bool], params: Params) -> Sequence[bool]:
-    """Return which parameters need a gradient, given autograd's flags of those that were handed to it (all or none)."""
+    """Return which parameters need a gradient, given flags of those handed to autograd (all or none)."""
     return flags or [p is not None and p.requires_grad for p in params]
 
 
@@ -141,7 +118,7 @@ class _ColumnLinear(torch.autograd.Function):
         return _column(options, x), x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> Grads:  # type: ignore[override]
         _, need_x, *flags = ctx.needs_input_grad
         if grad is None:  # only the residual branch was used
             return None, passed, *(None for _ in flags)
@@ -149,10 +126,6 @@ class _ColumnLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad_x, *of_params = _column_backward(ctx.options, x, rows_of(grad), needs, passed)
         return None, grad_x, *(of_params if flags else ())
-
-
-_ColumnOptions = tuple[Tensor, Tensor | None, NormInFront | None, TensorParallel, MainGrad | None]
-"""Weight, bias, norm in front, tp group, receiver of the gradients."""
 
 
 def _column(options: _ColumnOptions, x: Tensor) -> Tensor:
@@ -163,13 +136,9 @@ def _column(options: _ColumnOptions, x: Tensor) -> Tensor:
 
 def _column_backward(
     options: _ColumnOptions, x: Tensor, grad: Tensor, needs: Sequence[bool], passed: Tensor | None
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, weight, bias and the norm's weight and bias.
-
-    Args:
-        x: [s/parts, ..., in].
-        grad: of the result, [tokens, out/tp].
-    """
+) -> Grads:  # fmt: skip
+    # gradients of x [s/parts, ..., in], weight, bias and the norm's weight and bias, from that of the result [tokens,
+    # out/tp]
     weight, bias, norm, tp, main_grad = options
     need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = needs
     tp.mark("mlp")
@@ -191,9 +160,8 @@ def _column_backward(
             grad_x = back if passed is None else back.add_(passed)
         else:
             need = need_x, need_norm_weight, need_norm_bias
-            grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
-                norm, back, x, stats, need, passed, main_grad=main_grad
-            )
+            of_norm = norm_gradients(norm, back, x, stats, need, passed, main_grad=main_grad)
+            grad_x, grad_norm_weight, grad_norm_bias = of_norm
     return grad_x, grad_weight, grad_bias, grad_norm_weight, grad_norm_bias
 
 
@@ -208,19 +176,10 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         _, need_x, need_residual, *flags = ctx.needs_input_grad
         (x,) = ctx.saved_tensors
-        grad_x, *of_params = _row_backward(
-            ctx.options, rows_of(x), rows_of(grad), (need_x, *needed(flags, ctx.options[:2]))
-        )
-        return (
-            None,
-            None if grad_x is None else grad_x.view(x.shape),
-            grad if need_residual else None,
-            *(of_params if flags else ()),
-        )
-
-
-_RowOptions = tuple[Tensor, Tensor | None, Activation | None, TensorParallel, MainGrad | None]
-"""Weight, bias, activation in front, tp group, receiver of the gradients."""
+        needs = need_x, *needed(flags, ctx.options[:2])
+        grad_x, *of_params = _row_backward(ctx.options, rows_of(x), rows_of(grad), needs)
+        grad_x = None if grad_x is None else grad_x.view(x.shape)
+        return None, grad_x, grad if need_residual else None, *(of_params if flags else ())
 
 
 def _row(options: _RowOptions, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -229,13 +188,8 @@ def _row(options: _RowOptions, x: Tensor, residual: Tensor | None) -> Tensor:
     return project_back(x if activation is None else activation.forward(x), weight, bias, residual, tp)
 
 
-def _row_backward(options: _RowOptions, x: Tensor, grad: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias.
-
-    Args:
-        x: [tokens, in/tp].
-        grad: of the result, [tokens/parts, out].
-    """
+def _row_backward(options: _RowOptions, x: Tensor, grad: Tensor, needs: Sequence[bool]) -> Grads:
+    # gradients of x [tokens, in/tp], weight and bias, from that of the result [tokens/parts, out]
     (weight, bias, activation, tp, main_grad), (need_x, need_weight, need_bias) = options, needs
     tp.mark("mlp")
     gathered = tp.enter_async(grad)
@@ -243,11 +197,9 @@ def _row_backward(options: _RowOptions, x: Tensor, grad: Tensor, needs: Sequence
     if need_bias and bias is not None:
         grad_bias = put_column_sum(main_grad, bias, grad)
     grad = gathered.wait()
-    one_pass = (
-        activation
-        if need_x and need_weight and activation is not None and activation.makes_output_in_backward(x)
-        else None
-    )
+    one_pass = None  # the activation, if its output for the weight comes with its backward
+    if need_x and need_weight and activation is not None and activation.makes_output_in_backward(x):
+        one_pass = activation
     if need_weight and one_pass is None:
         grad_weight = put_weight_grad(main_grad, weight, grad, x if activation is None else activation.forward(x))
     if need_x:
@@ -273,7 +225,7 @@ class _MLP(torch.autograd.Function):
         return _row(row, wide, x if add_input else onto), x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> Grads:  # type: ignore[override]
         _, need_x, need_onto, *flags = ctx.needs_input_grad
         if grad is None:  # only the residual branch was used
             return None, passed, None, *(None for _ in flags)
@@ -292,10 +244,6 @@ class _MLP(torch.autograd.Function):
         grad_x, grad1, grad_b1, *of_norm = of_column
         of_params = (grad1, grad_b1, *of_row, *of_norm) if flags else ()
         return None, grad_x, grad if need_onto else None, *of_params
-
-
-_MLPOptions = tuple[_ColumnOptions, _RowOptions, bool]
-"""Those of the two layers; the input is added to the result."""
 
 
 def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tp: TensorParallel) -> Tensor:
@@ -320,10 +268,8 @@ def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 
 
 def projected(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a @ weight.T + bias: [..., in] -> [..., out].
-
-    The result is no view of something made in an autograd function: autograd would forbid changing it in place.
-    """
+    """Compute a @ weight.T + bias: [..., in] -> [..., out]."""
+    # the result is no view of something made in an autograd function: autograd would forbid changing it in place
     if is_small_result(a, weight.shape[0]):
         return F.linear(a, weight, bias)
     y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
@@ -340,13 +286,12 @@ def projected_by(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, out: Tensor) -> None:
-    """Compute out = a @ weight.T + bias + residual on [tokens, ...] matrices; the GEMM accumulates onto one of the two addends."""
+    """Compute out = a @ weight.T + bias + residual on [tokens, ...]; the GEMM adds one of the addends."""
     if residual is not None and bias is not None and is_fused(out):
         from megatron_sp.ops.kernels import biases
 
-        biases.add_bias(
-            residual, bias, out
-        )  # instead of a copy of the residual before the product, and a pass for the bias behind it
+        # instead of a copy of the residual before the product, and a pass for the bias behind it
+        biases.add_bias(residual, bias, out)
         torch.addmm(out, a, weight.t(), out=out)
     elif residual is not None:
         torch.addmm(residual, a, weight.t(), out=out)
@@ -359,7 +304,7 @@ def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
 
 
 def norm_in_front(spec: NormSpec | None, weight: Tensor | None, bias: Tensor | None) -> NormInFront | None:
-    """Return the norm of these tensors, which an autograd function has to take one by one; None without a norm."""
+    """Return the norm of these tensors, which autograd functions take one by one; None without a norm."""
     if spec is None:
         return None
     assert weight is not None

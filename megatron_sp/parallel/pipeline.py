@@ -32,7 +32,7 @@ class StageWork(Protocol):
         """Return shape, dtype and device of what a stage hands on."""
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
-        """Return a stage's output (x is None: the first one has no input); without gradients the last computes losses."""
+        """Return a stage's output; the first one has no input, and without gradients the last computes losses."""
 
     def loss(self, action: Action, y: Tensor) -> Tensor:
         """Return what is to be differentiated, from the last stage's output; called when its backward pass begins."""

@@ -7,9 +7,9 @@
     zbv          r, 2p - 1 - r         a V: the first and the last stage are on one rank; W as in zb1p
     slices       r                     1f1b over slices, backward passes of a micro-batch from its last slice
 
-In 1f1b, interleaved and slices W follows its B at once, and the two are one backward pass. Sums are in the same order in
-all kinds. Sources: 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble arXiv:2401.10241; V arXiv:2405.15362;
-slices arXiv:2406.03488.
+In 1f1b, interleaved and slices W follows its B at once, and the two are one backward pass. Sums are in the same order
+in all kinds. Sources: 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble arXiv:2401.10241; V
+arXiv:2405.15362; slices arXiv:2406.03488.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Exchange of numbers between routers and the step: loads, terms that keep them even, earlier choices.
+"""Numbers that routers and the step exchange: loads, terms that keep them even, earlier choices.
 
-The gradient of the balance and the z term (``ops/routing.py``) is added inside the backward pass of the layer, as part of the gradient
-of its logits. So it does not matter in which stage of a pipeline the layer is, or whether it is recomputed, and the terms never become
-nodes of a graph that might be lost. What they are divided by is global: sequences and tokens of the step, whoever has them, so that
-neither term depends on the layout.
+The gradient of the balance and the z term (``ops/routing.py``) is added inside a layer's backward, to that of its
+logits: the terms need no graph, whatever stage a layer is in and whether it is recomputed. They are divided by the
+sequences and tokens of the step, so that no layout changes them.
 
     sequence   c_e and q are those of a sequence; its ranks sum up c in the forward pass
-    global     c_e is that of the whole step, which must be known before the first backward pass: the step counts first (``is_counting``)
-               where it has several micro-batches
-
-A layer counts its tokens in its first pass only; a recomputation takes the choice of the first.
+    global     c_e is that of the step, known before the first backward pass: with several micro-batches it counts first
 """
 
 from __future__ import annotations
@@ -49,34 +45,24 @@ class TermWeights:
 
 
 class RouterStep:
-    """Loads and terms of the routers in one step, on this rank.
-
-    Args:
-        routing: of all layers with experts.
-        spec: terms.
-        num_layers: layers with experts of the whole model, in order.
-        ep: groups.
-        device: device of the counts.
-
-    Attributes:
-        loads: int64 [layers, E], tokens of this rank that have chosen each expert.
-        known: [layers, E], those of the whole step, if the balance term is global and they have been summed up.
-        sums: fp64 [2], sums of the balance and the z term, without the global counts.
-        weights: returns the weights of the terms' gradients; may wait for counts of the step.
-        is_counting: forward passes without gradients that count for the passes to come.
-        watched: what --verify-parallelism compares; None: nothing is watched.
-    """
+    """Loads and terms of the routers of all layers with experts in one step, on this rank."""
 
     def __init__(
         self, routing: RoutingSpec, spec: BalanceSpec, num_layers: int, ep: ExpertParallel, device: torch.device
     ) -> None:
         self.routing, self.spec, self.ep = routing, spec, ep
+        # tokens of this rank that have chosen each expert
         self.loads = torch.zeros(num_layers, routing.num_experts, dtype=torch.int64, device=device)
+        # of the balance and the z term, without the global counts
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self.known: Tensor | None = None
-        self.is_counting = False
-        self.watched: Watched | None = None
-        self.weights: Callable[[], TermWeights] | None = None
+        self.known: Tensor | None = (
+            None  # loads of the whole step, if the balance term is global and they are summed up
+        )
+        self.is_counting = False  # forward passes without gradients count for the passes to come
+        self.watched: Watched | None = None  # what --verify-parallelism compares
+        self.weights: Callable[[], TermWeights] | None = (
+            None  # of the terms' gradients; may wait for counts of the step
+        )
 
     @property
     def counts_first(self) -> bool:
@@ -84,22 +70,18 @@ class RouterStep:
         return self.spec.kind == "global"
 
     def settle(self) -> None:
-        """Sum up the loads for the global balance term: after the passes that count, before the first backward pass. Collective."""
+        """Sum up the loads for the global balance term, before the first backward pass. Collective."""
         if self.counts_first:
             self.known = all_reduce(self.loads.clone(), self.ep.tokens)
 
     def weights_from(self, sequences: Tensor, tokens: Tensor, scale: float = 1.0) -> TermWeights:
-        """Return the weights of the terms' gradients.
-
-        Args:
-            sequences, tokens: of the step, on all ranks; scalars, fp64.
-        """
+        """Return the weights of the terms' gradients, from counts of the step on all ranks; scalars, fp64."""
         by = tokens.square() if self.spec.kind == "global" else sequences
         return TermWeights(self.spec.balance * scale / by.clamp_min(1), self.spec.z * scale / tokens.clamp_min(1))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Let forward passes without gradients count for those to come, and sum up the loads at the end. Collective."""
+        """Let forward passes without gradients count for those to come, then sum up. Collective."""
         self.is_counting = True
         try:
             yield
@@ -108,12 +90,12 @@ class RouterStep:
         self.settle()
 
     def told(self) -> Tensor:
-        """Return [sums of the two terms, load of each layer and expert], fp64, to be summed over all ranks; zeros if others tell it."""
+        """Return [sums of the two terms, loads], fp64, to be summed over all ranks; zeros if others give them."""
         told = torch.cat([self.sums, self.loads.flatten().double()])
         return told if self.ep.counts else torch.zeros_like(told)
 
     def loads_in(self, told: Tensor) -> Tensor:
-        """Return the loads, fp64 [layers, E]: the last numbers of what all ranks have told, and of a step's summary."""
+        """Return the loads, fp64 [layers, E], from the sum of ``told`` or the end of a step's summary."""
         return told[-self.loads.numel() :].view(self.loads.shape)
 
     def micro_batch(self, batch: int, lengths: Tensor | int, replayed: Tensor | None = None) -> RouterPass:
@@ -124,10 +106,10 @@ class RouterStep:
             lengths: tokens of each sequence, [b], or of all of them.
             replayed: choices to be made, [layers, s, b, k] of the whole sequences; None: the routers decide.
         """
-        made = RouterPass(self, batch, lengths, replayed)
+        router_pass = RouterPass(self, batch, lengths, replayed)
         if self.watched is not None and not self.is_counting:
-            self.watched.passes.append(made)
-        return made
+            self.watched.passes.append(router_pass)
+        return router_pass
 
 
 @dataclass
@@ -143,7 +125,7 @@ class Watched:
 
 
 class FirstPass(NamedTuple):
-    """Choices and counts of a layer's first pass for its second: no rounding of a kernel can send a token elsewhere."""
+    """Choices and counts of a layer's first pass for its second: no rounding can send a token elsewhere."""
 
     chosen: Tensor  # int64 [tokens, k]
     numbers: Numbers
@@ -164,35 +146,20 @@ class RouterPass:
     counts: dict[int, Tensor] = field(default_factory=dict)  # [b, E] of each layer, over the ranks of the sequence
     scores: dict[int, Tensor] = field(default_factory=dict)  # [b, E] of each layer, sums over this rank's tokens
 
-    def earlier(self, key: Key) -> FirstPass | None:
-        """Return a layer's first pass, if this one is with gradients and its second."""
-        return self.first.pop(key, None)
-
-    def keep(self, key: Key, first: FirstPass) -> None:
-        """Keep a pass without gradients, in case that it comes again."""
-        if not self.step.is_counting:
-            self.first[key] = first
-
     def given(self, layer: int) -> Tensor | None:
-        """Return the choice that a layer is to make, if choices are replayed, int64 [tokens, k]."""
+        # the choice that a layer is to make, int64 [tokens, k], if choices are replayed
         if self.replayed is None:
             return None
         assert self.rows is not None, "the model says which rows these are"
         return self.replayed[layer][self.rows].flatten(0, 1)
 
     def observe(self, layer: int, logits: Tensor, chosen: Tensor, bias: Tensor | None = None) -> None:
-        """Count the choices of a layer's first pass. Collective over the ranks of the sequence with a balance term of sequences.
-
-        Args:
-            layer: number of the layer among those with experts.
-            logits: [tokens, E], of rows [positions, b].
-            chosen: int64 [tokens, k].
-        """
+        """Count the choices of a layer's first pass; with sequence terms collective over a sequence's ranks."""
         step, spec = self.step, self.step.spec
-        counts_again = step.known is not None and not step.is_counting
-        by_sequence = spec.kind == "sequence"
-        counts = count_chosen(chosen, step.routing.num_experts, self._sequences(len(chosen), chosen), self.batch)
-        if not counts_again:
+        # the sequence of each row [positions, b]
+        sequences = None if self.batch == 1 else torch.arange(len(chosen), device=chosen.device) % self.batch
+        counts = count_chosen(chosen, step.routing.num_experts, sequences, self.batch)
+        if step.known is None or step.is_counting:
             step.loads[layer] += counts.sum(0)
         if step.is_counting:
             return
@@ -204,16 +171,12 @@ class RouterPass:
             step.sums[1] += logits.logsumexp(1).double().square_().sum()
         if spec.kind == "none":
             return
-        if by_sequence:
+        if spec.kind == "sequence":
             counts = all_reduce(counts, step.ep.sequence)
             self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
         scores = balance_scores(logits, step.routing).double()
         by_row = scores.view(-1, self.batch, scores.shape[1]).sum(0)
         self.scores[layer] = self.scores[layer] + by_row if layer in self.scores else by_row
-
-    def _sequences(self, tokens: int, like: Tensor) -> Tensor | None:
-        # the sequence of each row [positions, b]; None if there is one
-        return None if self.batch == 1 else torch.arange(tokens, device=like.device) % self.batch
 
     def finish(self) -> None:
         """Add the balance term to the step's sum, after the micro-batch's last forward pass."""
@@ -240,13 +203,13 @@ class RouterPass:
         return self.step.known[layer][None].double()
 
     def gradients(self, layer: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradient of a layer's balance scores, [tokens, E] or [1, E], and the weight of its z term; None: there is none."""
+        """Return the gradient of a layer's balance scores, [tokens or 1, E], and its z term's weight, if any."""
         step, spec = self.step, self.step.spec
         if step.weights is None or (spec.kind == "none" and not spec.z):
             return None, None
-        weights, found = step.weights(), None
+        weights, of_scores = step.weights(), None
         if spec.kind != "none":
-            found = (weights.balance * self._factor() * self._counts(layer)).to(dtype)
-            if len(found) > 1:
-                found = found.expand(tokens // self.batch, *found.shape).reshape(tokens, found.shape[1])
-        return found, weights.z.to(dtype) if spec.z else None
+            of_scores = (weights.balance * self._factor() * self._counts(layer)).to(dtype)
+            if len(of_scores) > 1:  # one row for each sequence, which those of [positions, b] take in turn
+                of_scores = of_scores.expand(tokens // self.batch, *of_scores.shape).reshape(tokens, of_scores.shape[1])
+        return of_scores, weights.z.to(dtype) if spec.z else None

@@ -96,7 +96,7 @@ def check_bytes(ranks: int, k: int, dtype: torch.dtype) -> None:
     sent = [sum(flight.what.sends) * getattr(torch, flight.what.dtype).itemsize for flight in recorder.steps[0].flights]
     goes = [len({e * ranks // E for e in experts}) for experts in routed.chosen.tolist()]
     rounded = -(-H * dtype.itemsize // 16) * 16 + -(-8 * k // 16) * 16
-    assert sent == [ranks * (E // ranks + 1) * 8, sum(goes) * rounded, journey.num_received * H * dtype.itemsize]
+    assert sent == [ranks * (E // ranks + 1) * 8, sum(goes) * rounded, sum(journey.receive_counts) * H * dtype.itemsize]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
