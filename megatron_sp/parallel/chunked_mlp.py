@@ -1,23 +1,14 @@
-"""MLP computed over chunks of the positions, so that the wide activation exists for one chunk at a time (--mlp-chunks).
+"""MLP computed over chunks of the positions, so that the wide activation exists for one chunk (--mlp-chunks)."""
 
-    x + dropout(leave(act(enter(norm(x)) @ W1.T + b1) @ W2.T) + b2)        x [s/parts, b, h], wide [s, b, f], 2f if it is gated
-
-Every step treats positions independently, so any split of them gives the same result. One autograd function saves x,
-which is the residual stream and kept anyway, and recomputes fc1 in backward: a fourth product besides the three of fc1,
-in exchange for an activation typically four or more times as wide as the stream that would otherwise be saved in every
-block.
-
-Under tensor parallelism each chunk is gathered and reduced separately: gathering all positions at once would need a
-tensor tp times the size of x, and would leave nothing to overlap. The number of collectives grows with the chunks,
-their total size does not. Forward, with chunks 0, 1, 2 (g: gather, r: reduce):
-    before:  g | fc1 fc2 | r
-    now:     g0 | fc1 fc2 0 | fc1 fc2 1 | fc1 fc2 2 | r2         g1 during chunk 0, r0 during chunk 1, ...
-Backward is the same: the gathers of the next chunk and the reduction of the previous one overlap with a chunk's
-products.
-
-The weight gradients of the chunks accumulate in the main_grad, where the first one overwrites; without a main_grad in
-fp32 or wider.
-"""
+#     x + dropout(leave(act(enter(norm(x)) @ W1.T + b1) @ W2.T) + b2)        x [s/parts, b, h], wide [s, b, f]
+#
+# One autograd function saves x, which is the residual stream and kept anyway, and recomputes fc1 in backward: a fourth
+# product besides the three of fc1, in exchange for an activation four or more times as wide as the stream.
+#
+# Under tensor parallelism each chunk is gathered and reduced separately, which leaves something to overlap. Forward,
+# with chunks 0, 1, 2 (g: gather, r: reduce):
+#     g0 | fc1 fc2 0 | fc1 fc2 1 | fc1 fc2 2 | r2         g1 during chunk 0, r0 during chunk 1, ...
+# Backward is the same. The weight gradients of the chunks accumulate in the main_grad, where the first one overwrites.
 
 from __future__ import annotations
 
@@ -54,33 +45,27 @@ class MLPPlan:
 
 
 def chunked_mlp(
-    x: Tensor, norm: NormInFront | None, fc1: tuple[Tensor, Tensor | None], fc2: tuple[Tensor, Tensor | None], plan: MLPPlan,
-    *, rows: DropoutRows | None = None, onto: Tensor | None = None, main_grad: MainGrad | None = None,
+    x: Tensor, norm: NormInFront | None, fc1: tuple[Tensor, Tensor | None], fc2: tuple[Tensor, Tensor | None], plan:
+    MLPPlan, *, rows: DropoutRows | None = None, onto: Tensor | None = None, main_grad: MainGrad | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute x + mlp(norm(x)) without the wide activation of all positions.
+    """Compute x + mlp(norm(x)), [s/parts, b, h], without the wide activation of all positions.
 
     Args:
-        x: [s/parts, b, h].
         norm: norm before fc1, with weights replicated on all ranks; or None.
         fc1: weight [f/tp, h] ([2*f/tp, h] if it is gated), bias or None.
         fc2: weight [h, f/tp], bias [h] or None, added once, after the sum over ranks.
         rows: [s/parts, b], for dropout.
         onto: of the shape of x; the MLP's output is added to it instead of x.
-        main_grad: receives the gradients of all parameters; if None, they go through autograd.
-    Returns:
-        [s/parts, b, h].
     """
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
     params = _Params(*norm_params, *fc1, *fc2)
     keys, site = rows or (None, None)
-    return _ChunkedMLP.apply(
-        _Options(None if norm is None else norm.spec, plan, main_grad, site), x, onto, keys, *params
-    )
+    options = _Options(None if norm is None else norm.spec, plan, main_grad, site)
+    return _ChunkedMLP.apply(options, x, onto, keys, *params)
 
 
 class _Options(NamedTuple):
-    """Arguments of the op that are not tensors."""
-
+    # arguments of the op that are not tensors
     norm_spec: NormSpec | None
     plan: MLPPlan
     main_grad: MainGrad | None
@@ -98,32 +83,17 @@ class _Params(NamedTuple):
     b2: Tensor | None
 
 
-class _Needs(NamedTuple):
-    """Flags of the tensors that need a gradient."""
-
-    x: bool
-    onto: bool
-    row_keys: bool
-    norm_weight: bool
-    norm_bias: bool
-    w1: bool
-    b1: bool
-    w2: bool
-    b2: bool
-
-
 class _Grads(NamedTuple):
-    """Gradients for autograd, in the order of the op's tensors; None for one that is not needed or is in the main_grad."""
-
-    x: Tensor | None
-    onto: Tensor | None
-    row_keys: None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    w1: Tensor | None
-    b1: Tensor | None
-    w2: Tensor | None
-    b2: Tensor | None
+    # gradients for autograd, and flags of those that are needed, in the order of the op's tensors
+    x: Any
+    onto: Any
+    row_keys: Any
+    norm_weight: Any
+    norm_bias: Any
+    w1: Any
+    b1: Any
+    w2: Any
+    b2: Any
 
 
 class _ChunkedMLP(torch.autograd.Function):
@@ -169,7 +139,7 @@ class _ChunkedMLP(torch.autograd.Function):
 
 
 def _entering(x: Tensor, norm: NormInFront | None, plan: MLPPlan) -> Iterator[tuple[slice, Handle]]:
-    """Yield each chunk with the handle of its normed, gathered positions; the gather is started one chunk ahead if there is one."""
+    # each chunk with the handle of its normed, gathered positions; the gather is started one chunk ahead
     pieces = plan.pieces(x.shape[0])
     ahead = plan.tp.parts > 1
     coming: list[Handle] = []
@@ -180,7 +150,7 @@ def _entering(x: Tensor, norm: NormInFront | None, plan: MLPPlan) -> Iterator[tu
 
 
 def _fc1(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # compute fc1, [..., h] -> [..., f], 2f if it is gated
+    # [..., h] -> [..., f], 2f if it is gated
     u = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
     multiply(rows_of(a), weight, bias, out=rows_of(u))
     return u
@@ -200,35 +170,27 @@ def _join(
 
 
 class _Entered(NamedTuple):
-    """Handles of a chunk's normed input and of the gradient of fc2's output, which its products in backward need; the norm's statistics."""
-
+    # a chunk whose normed input, and gradient of fc2's output, are being gathered for its products in backward
     normed: Handle
     grad: Handle
     stats: tuple[Tensor, ...]
 
 
 class _Backward:
-    """State of one backward pass: the sums over the chunks, and the chunk whose reduction is in flight."""
+    """State of one backward pass: the sums over the chunks."""
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self.x, self.row_keys, norm_weight, norm_bias, self.w1, self.b1, self.w2 = ctx.saved_tensors
         options: _Options = ctx.options
-        self.plan, self.main_grad, self.params, self.grad, self.site = (
-            options.plan,
-            options.main_grad,
-            ctx.params,
-            grad,
-            options.site,
-        )
+        self.plan, self.main_grad, self.site = options.plan, options.main_grad, options.site
+        self.params, self.grad = ctx.params, grad
         self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
-        self.need = _Needs._make(ctx.needs_input_grad[1:])
+        self.need = _Grads._make(ctx.needs_input_grad[1:])
         self.need_normed = self.need.x or self.need.norm_weight or self.need.norm_bias
         self.passed = None if ctx.has_onto else grad  # to x, beside what comes through the branch
-        self.sums: dict[
-            str, Tensor
-        ] = {}  # over the chunks: gradients of the biases and of the norm's parameters, by name
-        self.w1_grad = _weight_grad(self.main_grad, self.params.w1) if self.need.w1 else None
-        self.w2_grad = _weight_grad(self.main_grad, self.params.w2) if self.need.w2 else None
+        self.sums: dict[str, Tensor] = {}  # over the chunks: gradients of biases and of the norm's parameters, by name
+        self.w1_grad = _WeightGrad(self.main_grad, self.params.w1) if self.need.w1 else None
+        self.w2_grad = _WeightGrad(self.main_grad, self.params.w2) if self.need.w2 else None
         self.grad_x = empty(self.x.shape, dtype=grad.dtype, device=grad.device) if self.need.x else None
 
     def run(self) -> _Grads:
@@ -254,21 +216,15 @@ class _Backward:
         return _Grads(self.grad_x, self.grad if self.need.onto else None, None, norm_weight, norm_bias, w1, b1, w2, b2)
 
     def _enter(self, piece: slice) -> _Entered:
-        grad = self._behind_dropout(piece)
+        grad, rate = self.grad[piece], self.plan.rate  # of the chunk's branch, before dropout
+        if self.row_keys is not None and rate != 0.0:
+            grad = dropped(grad, rate, self.row_keys[piece], site=self.site)
         if self.need.b2:
             self._add_column_sum("b2", rows_of(grad))
         normed, stats = normed_by(self.x[piece], self.norm)
         return _Entered(self.plan.tp.enter_async(normed), self.plan.tp.enter_async(grad), stats)
 
-    def _behind_dropout(self, piece: slice) -> Tensor:
-        # the gradient of a chunk's branch, before dropout
-        grad, rate = self.grad[piece], self.plan.rate
-        if self.row_keys is None or rate == 0.0:
-            return grad
-        return dropped(grad, rate, self.row_keys[piece], site=self.site)
-
     def _products(self, a: Tensor, grad: Tensor) -> Handle | None:
-        """Compute a chunk's products: fc1 again, both weight gradients, and the normed input's gradient, whose reduction is started."""
         activation = self.plan.activation
         grad2, reduced = rows_of(grad), None
         u = _fc1(a, self.w1, self.b1)
@@ -299,20 +255,15 @@ class _Backward:
         passed = None if self.passed is None else self.passed[piece]
         if norm is None:
             if self.grad_x is not None:
-                found = reduced.wait()
-                self.grad_x[piece].copy_(found) if passed is None else torch.add(found, passed, out=self.grad_x[piece])
+                back, out = reduced.wait(), self.grad_x[piece]
+                out.copy_(back) if passed is None else torch.add(back, passed, out=out)
             return
         part, weight, bias = norm_backward(reduced.wait(), x, norm.weight, norm.bias, stats, norm.spec, need, passed)
         if self.grad_x is not None and part is not None:
             self.grad_x[piece] = part
-        if weight is not None:
-            self._add("norm_weight", weight)
-        if bias is not None:
-            self._add("norm_bias", bias)
-
-    def _add(self, name: str, total: Tensor) -> None:
-        known = self.sums.get(name)
-        self.sums[name] = total if known is None else known.add_(total)
+        for name, total in (("norm_weight", weight), ("norm_bias", bias)):
+            if total is not None:
+                self.sums[name] = self.sums[name].add_(total) if name in self.sums else total
 
     def _add_column_sum(self, name: str, x: Tensor) -> None:
         if name in self.sums:
@@ -326,46 +277,36 @@ class _Backward:
 
 
 class _WeightGrad:
-    """Weight gradient accumulated over chunks, in the main_grad's view or in a buffer of its own in fp32 or wider."""
+    """Weight gradient accumulated over chunks, or its operands, until the main_grad asks for it."""
 
     def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
+        self._main_grad, self._param = main_grad, param
+        self._put_off: list[tuple[Tensor, Tensor]] | None = []
+        if main_grad is None or not main_grad.later(param, self._write):
+            self._put_off = None
+            self._open()
+
+    def _open(self) -> None:
+        # the main_grad's view, or a buffer in fp32 or wider
+        param, main_grad = self._param, self._main_grad
         reserved = main_grad.reserve(param) if main_grad is not None else None
-        self._param, self._held = param, reserved is not None
+        self._held = reserved is not None
         wide = torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
         self._view, self._fresh = reserved or (torch.empty(param.shape, dtype=wide, device=param.device), True)
 
     def add_product(self, grad_out: Tensor, x: Tensor) -> None:
+        if self._put_off is not None:
+            self._put_off.append((grad_out, x))
+            return
         put_product(self._view, grad_out, x, fresh=self._fresh)
         self._fresh = False
 
     def result(self) -> Tensor | None:
-        # the gradient for autograd; None if it is in the main_grad
-        return None if self._held else self._view.to(self._param.dtype)
+        # the gradient for autograd; None if the main_grad has it, or will have it
+        return None if self._put_off is not None or self._held else self._view.to(self._param.dtype)
 
-
-class _PutOffWeightGrad:
-    """Operands of a ``_WeightGrad``, until the main_grad asks for the gradient."""
-
-    def __init__(self, main_grad: MainGrad, param: Tensor) -> None:
-        self._main_grad, self._param = main_grad, param
-        self._operands: list[tuple[Tensor, Tensor]] = []
-
-    def add_product(self, grad_out: Tensor, x: Tensor) -> None:
-        # as of ``_WeightGrad``
-        self._operands.append((grad_out, x))
-
-    def result(self) -> None:
-        """Return None: the main_grad has it, or will have it."""
-
-    def write(self) -> None:
-        made = _WeightGrad(self._main_grad, self._param)
-        for operands in self._operands:
-            made.add_product(*operands)
-
-
-def _weight_grad(main_grad: MainGrad | None, param: Tensor) -> _WeightGrad | _PutOffWeightGrad:
-    if main_grad is not None:
-        put_off = _PutOffWeightGrad(main_grad, param)
-        if main_grad.later(param, put_off.write):
-            return put_off
-    return _WeightGrad(main_grad, param)
+    def _write(self) -> None:
+        operands, self._put_off = self._put_off or [], None
+        self._open()
+        for grad_out, x in operands:
+            self.add_product(grad_out, x)

@@ -1,11 +1,10 @@
-"""Rows on their way to the ranks whose experts they have chosen, and back.
+"""Rows on their way to the ranks whose experts they have chosen, and back."""
 
-A row goes to a rank once, however many of its experts it has chosen, with its choices there behind it: weights and
-local numbers. The results of a rank's experts for a row are summed there and come back as one row.
-
-    forward   counts, then  row | weights | numbers ->   <- result
-    backward                gradient of the result  ->   <- gradient of the row | of its weights
-"""
+# A row goes to a rank once, however many of its experts it has chosen, with its choices there behind it: weights and
+# local numbers. The results of a rank's experts for a row are summed there and come back as one row.
+#
+#     forward   counts, then  row | weights | numbers ->   <- result
+#     backward                gradient of the result  ->   <- gradient of the row | of its weights
 
 from __future__ import annotations
 
@@ -42,13 +41,11 @@ class RowFormat(NamedTuple):
         after = self.top_k * (self.weight_dtype.itemsize + (4 if numbers else 0))
         return (self._start + round_up(after, _ALIGN_BYTES)) // self.dtype.itemsize
 
-    def weights(self, rows: Tensor) -> Tensor:
-        """Return a view of the weights, [rows, k]."""
+    def weights(self, rows: Tensor) -> Tensor:  # a view, [rows, k]
         start = self._start // self.weight_dtype.itemsize
         return rows.view(self.weight_dtype)[:, start : start + self.top_k]
 
-    def numbers(self, rows: Tensor) -> Tensor:
-        """Return a view of the numbers, int32 [rows, k]."""
+    def numbers(self, rows: Tensor) -> Tensor:  # a view, int32 [rows, k]
         start = (self._start + self.top_k * self.weight_dtype.itemsize) // 4
         return rows.view(torch.int32)[:, start : start + self.top_k]
 

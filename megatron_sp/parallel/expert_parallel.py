@@ -1,12 +1,11 @@
-"""The ranks that share the experts of a layer, and those that have the same ones.
+"""The ranks that share the experts of a layer, and those that have the same ones."""
 
-Experts are dealt to ``ep`` neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too; the rest of
-these axes has replicas of the same experts. Without tp_seq the ranks of a tp group have the same tokens and compute
-alike.
-
-    ranks of a stage   d0c0s0  d0c0s1  d1c0s0  d1c0s1        (dp 2, sp 2)
-    ep 2               experts 0-3, 4-7, 0-3, 4-7             groups of neighbours; replicas: every second rank
-"""
+# Experts are dealt to ``ep`` neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too; the rest of
+# these axes has replicas of the same experts. Without tp_seq the ranks of a tp group have the same tokens and compute
+# alike.
+#
+#     ranks of a stage   d0c0s0  d0c0s1  d1c0s0  d1c0s1        (dp 2, sp 2)
+#     ep 2               experts 0-3, 4-7, 0-3, 4-7             groups of neighbours; replicas: every second rank
 
 from __future__ import annotations
 

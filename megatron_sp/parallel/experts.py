@@ -1,17 +1,17 @@
-"""A mixture-of-experts MLP as one autograd function, from the norm before it to the residual stream after it.
+"""A mixture-of-experts MLP as one autograd function, from the norm before it to the residual stream after it."""
 
-    a = norm(x); logits = a @ router.T in fp32 (or wider); the top k experts of each token, with weights
-    y = x + shared(a) + sum over the chosen experts of weight * expert(a)
-
-Rows travel to the ranks of their experts and back (``expert_exchange.py``), in ``chunks`` parts of the tokens, one ahead:
-
-    compute     | router | shared fc1 | shared fc2 | experts 0 | experts 1 | add 0 |     | add 1
-    exchanges           |-- counts --| |- rows 0 -||- rows 1 -||-results 0-||-results 1-|
-
-Backward mirrors forward; for it x, the logits, rows from other ranks and the inputs of the activations are kept, no
-output. Source: arXiv:2101.03961 (routing), arXiv:2401.06066 (shared experts), arXiv:2211.15841 (no capacity, nothing is
-dropped).
-"""
+#     a = norm(x); logits = a @ router.T in fp32 (or wider); the top k experts of each token, with weights
+#     y = x + shared(a) + sum over the chosen experts of weight * expert(a)
+#
+# Rows travel to the ranks of their experts and back (``expert_exchange.py``), in ``chunks`` parts of the tokens, one
+# ahead:
+#
+#     compute     | router | shared fc1 | shared fc2 | experts 0 | experts 1 | add 0 |     | add 1
+#     exchanges           |-- counts --| |- rows 0 -||- rows 1 -||-results 0-||-results 1-|
+#
+# Backward mirrors forward; for it x, the logits, rows from other ranks and the inputs of the activations are kept, no
+# output. Source: arXiv:2101.03961 (routing), arXiv:2401.06066 (shared experts), arXiv:2211.15841 (no capacity, nothing
+# is dropped).
 
 from __future__ import annotations
 

@@ -14,11 +14,9 @@ from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 
 def gather_positions(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather the positions of all tp ranks: [s/parts, ...] -> [s, ...].
-
-    Backward slices this rank's positions from the gradient, without a sum: later layers must produce the same full
-    gradient on every rank of the group.
-    """
+    """Gather the positions of all tp ranks: [s/parts, ...] -> [s, ...]."""
+    # backward slices this rank's positions from the gradient, without a sum: later layers must produce the same full
+    # gradient on every rank of the group
     return x if tp.parts == 1 else _GatherPositions.apply(x, tp)
 
 
@@ -30,12 +28,12 @@ class _GatherPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        each = grad.shape[0] // ctx.tp.parts
-        return grad.narrow(0, ctx.tp.rank * each, each).contiguous(), None
+        length = grad.shape[0] // ctx.tp.parts
+        return grad.narrow(0, ctx.tp.rank * length, length).contiguous(), None
 
 
 def whole_sequence(x: Tensor, cut: SequenceCut) -> Tensor:
-    """Gather the positions of all sp and cp ranks, in order: [padded/sp, ...] -> [s, ...]; for evaluation, has no backward."""
+    """Gather the positions of all sp and cp ranks: [padded/sp, ...] -> [s, ...]; has no backward."""
     share = all_gather_async(x.contiguous(), cut.sp.group).wait()
     if cut.cp.size > 1:  # each gives as many rows as the one that has most
         longest = max(map(cut.length_of, range(cut.cp.size)))
@@ -45,23 +43,20 @@ def whole_sequence(x: Tensor, cut: SequenceCut) -> Tensor:
 
 
 def last_position(x: Tensor, cut: SequenceCut) -> Tensor:
-    """Broadcast the sequence's last position over the sp and cp ranks, [padded/sp, ...] -> [...]; for generation, has no backward."""
+    """Broadcast a sequence's last position, [padded/sp, ...] -> [...]; has no backward."""
     last = cut.whole - 1
     row, (cp_owner, sp_owner, _) = cut.row_of(last), cut.place(last)
-    mine = (torch.empty_like(x[0]) if row is None else x[row]).contiguous()
-    return broadcast(broadcast(mine, cut.sp.group, sp_owner), cut.cp.group, cp_owner)
+    own = (torch.empty_like(x[0]) if row is None else x[row]).contiguous()
+    return broadcast(broadcast(own, cut.sp.group, sp_owner), cut.cp.group, cp_owner)
 
 
 def agreed(values: list[int], layout: ParallelContext, device: torch.device) -> list[int]:
-    """Return the values of the first rank of the tp, sp and cp groups, on all their ranks.
-
-    Every rank has computed the same values; but if a library rounded differently on one of them, they would generate
-    different texts and then hang.
-    """
+    """Return the values of the first rank of the tp, sp and cp groups, on all their ranks."""
+    # every rank has computed the same values; but if a library rounded differently on one of them, they would generate
+    # different texts and then hang
     if layout.tp.size == layout.sp.size == layout.cp.size == 1:
         return values
-    told = torch.tensor(values, dtype=torch.int64, device=device)
+    first = torch.tensor(values, dtype=torch.int64, device=device)
     for group in (layout.tp.group, layout.sp.group, layout.cp.group):
-        told = broadcast(told, group)
-    found: list[int] = told.tolist()
-    return found
+        first = broadcast(first, group)
+    return list(first.tolist())

@@ -1,8 +1,4 @@
-"""Weight initialization that depends only on (seed, parameter name): the same in every layout and order of construction.
-
-The full tensor is always drawn, in fp32 on the CPU, from a generator keyed by the name; a sharded layout takes its
-slice afterwards.
-"""
+"""Weight initialization that depends only on (seed, parameter name): the same in every layout."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ class WeightInit:
     dtype: torch.dtype
 
     def draw(self, shape: tuple[int, ...]) -> Tensor:
-        """Return the whole weight in fp32; see ``draw_normal``."""
         return draw_normal(shape, self.std, self.seed, f"{self.name}.weight")
 
 
@@ -37,13 +32,13 @@ def name_generator(seed: int, name: str) -> torch.Generator:
 
 
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
-    """Return the full initial tensor of one parameter: N(0, std^2), fp32, on torch's default device (meta: without values)."""
+    """Return a whole weight, N(0, std^2) in fp32 on torch's default device, of which layouts take slices."""
     made = empty(shape, dtype=torch.float32, device=torch.get_default_device())
-    return (
-        made if made.is_meta else made.normal_(0.0, std, generator=name_generator(seed, name))
-    )  # drawing no numbers takes time too
+    if made.is_meta:  # drawing no numbers takes time too
+        return made
+    return made.normal_(0.0, std, generator=name_generator(seed, name))
 
 
 def output_std(std: float, num_layers: int) -> float:
-    """Return the standard deviation for projections that write to the residual stream (scaled by GPT-2's 1/sqrt(2 * layers))."""
+    """Return GPT-2's standard deviation for projections that write to the residual stream."""
     return std / math.sqrt(2.0 * num_layers)

@@ -1,20 +1,19 @@
-"""Tensor-parallel layers: modules that hold a tp rank's part of a weight.
+"""Tensor-parallel layers: modules that hold a tp rank's part of a weight."""
 
-Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds between these layers: all of them, or with
---sequence-parallel 1/tp of them. Gradients that are summed over tp besides what the layer itself sums:
-
-    layer                    parameter       on a rank            summed over tp
-    Norm                     weight, bias    [h]                  with --sequence-parallel, or if it norms heads
-    ColumnParallelLinear     weight          [out/tp, in]         rows that several ranks hold (shared key/value heads)
-                             bias            [out/tp]             likewise
-    RowParallelLinear        weight          [out, in/tp]         never
-                             bias            [out]                with --sequence-parallel
-    VocabParallelEmbedding   weight          [rows/tp, h]         never
-    Table                    weight          [rows, h]            with --sequence-parallel
-
-Optimizer, checkpoints and converters know all this from each parameter's ``ShardSpec`` alone (``shard_specs``).
-Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
-"""
+# Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds between these layers: all of them, or with
+# --sequence-parallel 1/tp of them. Gradients that are summed over tp besides what the layer itself sums:
+#
+#     layer                    parameter       on a rank            summed over tp
+#     Norm                     weight, bias    [h]                  with --sequence-parallel, or if it norms heads
+#     ColumnParallelLinear     weight          [out/tp, in]         rows that several ranks hold (shared kv heads)
+#                              bias            [out/tp]             likewise
+#     RowParallelLinear        weight          [out, in/tp]         never
+#                              bias            [out]                with --sequence-parallel
+#     VocabParallelEmbedding   weight          [rows/tp, h]         never
+#     Table                    weight          [rows, h]            with --sequence-parallel
+#
+# Optimizer, checkpoints and converters know all this from each parameter's ``ShardSpec`` alone (``shard_specs``).
+# Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from megatron_sp.utils.numbers import round_up
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, replicated; ``sees``: what tp ranks have different shares of (heads: always)."""
+    """LayerNorm or RMSNorm, replicated; ``sees``: what tp ranks have different shares of."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -60,15 +59,12 @@ class Norm(nn.Module):
         self._front: NormInFront | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize [s, b, h]."""
         return norm(x, self.weight, self.bias, self.spec, main_grad=self.main_grad)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter."""
         return {name: self.spec_of_shard for name, _ in self.named_parameters()}
 
     def in_front(self) -> NormInFront:
-        """Return this norm for the linear layer after it, which then saves the norm's input, not its output."""
         front, params = self._front, self._parameters  # an attribute costs the host a microsecond
         weight, bias = params["weight"], params["bias"]
         if front is None or front.weight is not weight or front.bias is not bias or front.spec is not self.spec:
@@ -78,7 +74,7 @@ class Norm(nn.Module):
 
 
 class ParallelLinear(nn.Module):
-    """Base of column- and row-parallel linear layers: specs say this rank's part of weight and bias."""
+    """Base of column- and row-parallel linear layers."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -98,48 +94,43 @@ class ParallelLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter."""
         return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
 
     def linear(self) -> Linear:
-        """Return weight and bias."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]  # an attribute costs the host a microsecond
         assert weight is not None
         return weight, bias
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Column-parallel linear layer, y = norm(x) @ W.T + b: rank r has ``rows`` of W and computes these columns of y.
+    """Column-parallel linear layer, y = norm(x) @ W.T + b: rank r computes the columns of its rows of W."""
 
-             on rank r                 communication
-    x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else replicated
-    W_r      [out/tp, in]              none
-    y_r      [s, b, out/tp]            none
-
-    backward   dW_r = dy_r.T @ norm(all_gather(x)),  db_r = sum of dy_r
-               dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
-    """
+    #          on rank r                 communication
+    # x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else replicated
+    # W_r      [out/tp, in]              none
+    # y_r      [s, b, out/tp]            none
+    #
+    # backward   dW_r = dy_r.T @ norm(all_gather(x)),  db_r = sum of dy_r
+    #            dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
 
     def __init__(self, rows: ShardSpec, init: WeightInit, *, bias: bool, layout: ParallelContext) -> None:
         super().__init__(rows, replace(rows, shape=rows.shape[:1]) if bias else None, init, layout)
 
     def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
-        """Return (y [s, b, out/tp], x [s/parts, b, in] for the residual branch)."""
         return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, main_grad=self.main_grad)
 
 
 class RowParallelLinear(ParallelLinear):
-    """Row-parallel linear layer, y = act(x) @ W.T + b: each rank's inputs make a partial sum, which the layer reduces.
+    """Row-parallel linear layer, y = act(x) @ W.T + b: a sum over ranks, each with its own inputs."""
 
-                 on rank r                 communication
-        x_r      [s, b, in/tp]             none: the output of a column-parallel layer
-        W_r      [out, in/tp]              none
-        y        [s/parts, b, out]         summed over tp: reduce_scatter with --sequence-parallel, else all_reduce
-
-        backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r),  db = sum of dy
-
-    The activation is recomputed in backward instead of saved.
-    """
+    #              on rank r                 communication
+    #     x_r      [s, b, in/tp]             none: the output of a column-parallel layer
+    #     W_r      [out, in/tp]              none
+    #     y        [s/parts, b, out]         summed over tp: reduce_scatter with --sequence-parallel, else all_reduce
+    #
+    #     backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r),  db = sum of dy
+    #
+    # The activation is recomputed in backward instead of saved.
 
     def __init__(
         self, in_features: int, out_features: int, init: WeightInit, *, bias: bool, layout: ParallelContext,
@@ -153,14 +144,13 @@ class RowParallelLinear(ParallelLinear):
         self.activation = activation
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Apply the layer to x [s, b, in/tp] and add the residual; return [s/parts, b, out]."""
         tp, main_grad = self.layout.tp, self.main_grad
         params = self.weight, self.bias
         return row_linear(x, *params, activation=self.activation, residual=residual, tp=tp, main_grad=main_grad)
 
 
 class Table(nn.Module):
-    """An embedding table replicated on every rank, for positions and token types."""
+    """Embedding table replicated on every rank."""
 
     def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext) -> None:
         super().__init__()
@@ -169,22 +159,19 @@ class Table(nn.Module):
         self.weight = nn.Parameter(init.draw((rows, width)).to(init.dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of the parameter."""
         return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up rows: ids [...] -> [..., h]."""
         return embedding(ids, self.weight, tp=NO_TP, main_grad=self.main_grad)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding with rows split over tp; also the weight of the LM head (``lm_head.py``), where it is column-parallel.
+    """Embedding with rows split over tp; also the column-parallel weight of the LM head."""
 
-        forward    out_r = W_r[ids] where rank r holds the row, else 0;  out = sum over r: one all_reduce or
-        reduce_scatter backward   dW_r[id] = sum of all_gather(d_out) at the positions of id
-
-    Rows are padded to a multiple of ``divisible_by`` * tp; padding is zero, never trained and never written to disk.
-    """
+    #     forward    out_r = W_r[ids] where rank r holds the row, else 0;  out = sum over r: one all_reduce or
+    #     reduce_scatter backward   dW_r[id] = sum of all_gather(d_out) at the positions of id
+    #
+    # Rows are padded to a multiple of ``divisible_by`` * tp; padding is zero, never trained and never written to disk.
 
     def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext, *, divisible_by: int) -> None:
         super().__init__()
@@ -199,21 +186,18 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(weight)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of the parameter."""
         return {"weight": self.spec}
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids [s, b], the same on every tp rank; return [s/parts, b, h]."""
+    def forward(self, ids: Tensor) -> Tensor:  # [s, b], the same on every tp rank -> [s/parts, b, h]
         return embedding(ids, self.weight, tp=self.tp, main_grad=self.main_grad)
 
 
 class ParallelLMHead:
-    """The LM head over a vocabulary-parallel table, its own or the word embeddings'.
+    """LM head over a vocabulary-parallel table, its own or the word embeddings'."""
 
-    forward    logits_r = x @ W_r.T + b_r; loss = log(sum over r of sums_r) - logit of the label, after two small
-               all_reduces: the rows' maxima, then their sums and label logits
-    backward   dW_r = dlogits_r.T @ x, db_r = sum of dlogits_r, dx = sum over r of dlogits_r @ W_r
-    """
+    # forward    logits_r = x @ W_r.T + b_r; loss = log(sum over r of sums_r) - logit of the label, after two small
+    #            all_reduces: the rows' maxima, then their sums and label logits
+    # backward   dW_r = dlogits_r.T @ x, db_r = sum of dlogits_r, dx = sum over r of dlogits_r @ W_r
 
     def __init__(
         self, table: VocabParallelEmbedding, *, tp: TensorParallel | None = None, bias: Tensor | None = None,
@@ -223,19 +207,17 @@ class ParallelLMHead:
         self.tp = table.tp if tp is None else tp  # how x lies over the tp group
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor) -> HeadLoss:
-        """Sum of masked token losses; shapes as for ``lm_head_loss``."""
         return lm_head_loss(
             x, self.table.weight, labels, loss_mask, vocab_size=self.table.rows, bias=self.bias,
             chunk_tokens=self.chunk_tokens, tp=self.tp, main_grad=self.table.main_grad,
         )  # fmt: skip
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return logits [..., vocab_size] of x [..., h], fp32 or wider, on every tp rank; for generation."""
+    def logits(self, x: Tensor) -> Tensor:  # [..., h] -> [..., v] on every tp rank; for generation
         return lm_head_logits(x, self.table.weight, self.table.rows, self.bias, self.tp)
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Return the placement of each of a model's parameters, by the parameter's name."""
+    """Return the placement of each of a model's parameters, by name."""
     specs: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
     for prefix, module in model.named_modules():
         of_module = getattr(module, "shard_specs", None)
@@ -251,19 +233,19 @@ def table_names(model: nn.Module) -> frozenset[str]:
 
 
 def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:
-    """Make every layer of ours write its weight gradients to ``main_grad`` (None: to autograd again)."""
+    """Make every layer of ours write weight gradients to ``main_grad`` (None: to autograd again)."""
     for module in model.modules():
         if hasattr(module, "main_grad"):
             module.main_grad = main_grad  # type: ignore[assignment]
 
 
 def norm_spec_of(model: nn.Module) -> NormSpec | None:
-    """Return the spec of a model's norms, which is the same for all; None without norms of ours."""
+    """Return the spec of a model's norms, if they are ours."""
     return next((module.spec for module in model.modules() if isinstance(module, Norm)), None)
 
 
 def set_norm_kernel(model: nn.Module, kernel: Literal["torch", "apex"]) -> None:
-    """Make every norm of ours use the kernels of ``kernel`` wherever they can take its input."""
+    """Make every norm of ours use these kernels wherever they can take its input."""
     for module in model.modules():
         if isinstance(module, Norm):
             module.spec = replace(module.spec, kernel=kernel)

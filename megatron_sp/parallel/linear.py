@@ -1,16 +1,15 @@
-"""Tensor-parallel linear layers whose weight gradients are written directly to the main-gradient buffer.
+"""Tensor-parallel linear layers whose weight gradients are written directly to the main-gradient buffer."""
 
-    column-parallel:  y = enter(norm(x)) @ W.T + b              W [out/tp, in]: each rank computes its own columns of y
-    row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own inputs
-    mlp:              the one, then the other
-
-They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward and
-its output never saved; the gather of tp_seq is repeated too. Where the residual branches off, before a norm, the op
-returns its input as well, so that the stream's two gradients are added here in one pass.
-
-Backward of the column-parallel layer: gather x during the dx GEMM; reduce dx during the dW GEMM.
-Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
-"""
+#     column-parallel:  y = enter(norm(x)) @ W.T + b              W [out/tp, in]: each rank computes its columns of y
+#     row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own inputs
+#     mlp:              the one, then the other
+#
+# They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward
+# and its output never saved; the gather of tp_seq is repeated too. Where the residual branches off, before a norm, the
+# op returns its input as well, so that the stream's two gradients are added here in one pass.
+#
+# Backward of the column-parallel layer: gather x during the dx GEMM; reduce dx during the dW GEMM.
+# Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ from megatron_sp.ops.main_grad import MainGrad, holds_all, put_column_sum, put_w
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_forward, norm_gradients
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
-Grads = Params = tuple[Tensor | None, ...]
+Params = tuple[Tensor | None, ...]
+Grads = tuple[Tensor | None, ...]
 Linear = tuple[Tensor, Tensor | None]  # weight and bias of a linear layer
 # weight, bias, norm or activation in front, tp group, receiver of the gradients
 _ColumnOptions = tuple[Tensor, Tensor | None, NormInFront | None, TensorParallel, MainGrad | None]
@@ -41,15 +41,12 @@ def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: NormInFront | None = None,
     tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Column-parallel linear layer, optionally preceded by a norm.
+    """Column-parallel linear layer after an optional norm; return also x, whose residual's gradient is added here.
 
     Args:
-        x: [s/parts, ..., in], the same on every rank of the group unless tp_seq splits it.
-        weight: [out/tp, in].
-        norm: applied to x first; its weights are replicated on all ranks.
-        main_grad: receives the gradients of all parameters; if None, they go through autograd.
-    Returns:
-        (y [s, ..., out/tp], x for the residual branch, whose gradient is added inside this op).
+        x: [s/parts, ..., in], the same on every rank of the group unless tp_seq splits it; the result is [s, ...,
+        out/tp]. weight: [out/tp, in]. norm: replicated on all ranks. main_grad: receives the gradients of all
+        parameters; if None, they go through autograd.
     """
     options = weight, bias, norm, tp, main_grad
     return _ColumnLinear.apply(options, x, *passed_to_autograd(main_grad, x, _params_of(options)))
@@ -59,12 +56,11 @@ def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation | None = None,
     residual: Tensor | None = None, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
 ) -> Tensor:  # fmt: skip
-    """Row-parallel linear layer, optionally preceded by an activation: [s, ..., in/tp] -> [s/parts, ..., out].
+    """Row-parallel linear layer after an optional activation: [s, ..., in/tp] -> [s/parts, ..., out].
 
     Args:
         x: for a gated activation [..., 2*in/tp].
-        bias: [out], replicated; added once, after the sum over ranks.
-        residual: added to the result.
+        bias: replicated; added once, after the sum over ranks, as ``residual`` is.
     """
     options = weight, bias, activation, tp, main_grad
     return _RowLinear.apply(options, x, residual, *passed_to_autograd(main_grad, x, (weight, bias)))
@@ -77,12 +73,10 @@ def mlp(
     """Column-parallel linear layer, activation and row-parallel linear layer in one op: one node for autograd.
 
     Args:
-        x: [s/parts, b, h].
+        x: [s/parts, b, h]; returned, too, for a residual branch outside, whose gradient is added here.
         fc1: weight [f/tp, h] ([2*f/tp, h] for a gated activation), bias [f/tp].
         fc2: weight [h, f/tp], bias [h], replicated.
-        onto: of the shape of x; added to the result, else x is, with ``add_input``.
-    Returns:
-        (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
+        onto: added to the result, else x is, with ``add_input``.
     """
     column, row = (*fc1, norm, tp, main_grad), (*fc2, activation, tp, main_grad)
     params = passed_to_autograd(main_grad, x, _params_of(column, row))
@@ -95,11 +89,9 @@ def _params_of(column: _ColumnOptions, row: tuple[Any, ...] = ()) -> Params:
 
 
 def passed_to_autograd(main_grad: MainGrad | None, x: Tensor, params: Params) -> Params:
-    """Return the parameters that an op has to hand to autograd: none if the main_grad holds all of them.
-
-    Autograd runs a node for each parameter that it knows, in every backward pass, with nothing for it. It has to know
-    them if the op's input needs no gradient, since else it would not run the op's backward at all.
-    """
+    """Return the parameters that an op has to hand to autograd: none if the main_grad holds all of them."""
+    # Autograd runs a node for each parameter that it knows, in every backward pass, with nothing for it. It has to know
+    # them if the op's input needs no gradient, since else it would not run the op's backward at all.
     return () if x.requires_grad and holds_all(main_grad, params) else params
 
 
@@ -247,7 +239,7 @@ class _MLP(torch.autograd.Function):
 
 
 def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tp: TensorParallel) -> Tensor:
-    """Compute leave(a @ weight.T) + bias + residual: [s, ..., in/tp] -> [s/parts, ..., out]."""
+    """Compute leave(a @ weight.T) + bias + residual."""
     if tp.size == 1 and residual is None:
         return projected(a, weight, bias)
     if tp.size == 1 and residual is not None and not a.is_cuda and is_small_result(a, weight.shape[0]):
@@ -268,7 +260,7 @@ def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 
 
 def projected(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a @ weight.T + bias: [..., in] -> [..., out]."""
+    """Compute a @ weight.T + bias."""
     # the result is no view of something made in an autograd function: autograd would forbid changing it in place
     if is_small_result(a, weight.shape[0]):
         return F.linear(a, weight, bias)
@@ -278,7 +270,7 @@ def projected(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def projected_by(grad: Tensor, weight: Tensor) -> Tensor:
-    """Compute grad @ weight, the gradient of the input of ``projected``: [tokens, out] -> [tokens, in]."""
+    """Compute grad @ weight, the gradient of the input of ``projected``."""
     if is_small_result(grad, weight.shape[1]):
         return torch.mm(grad, weight)
     grad_a = empty((grad.shape[0], weight.shape[1]), dtype=grad.dtype, device=grad.device)
@@ -286,7 +278,7 @@ def projected_by(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, out: Tensor) -> None:
-    """Compute out = a @ weight.T + bias + residual on [tokens, ...]; the GEMM adds one of the addends."""
+    """Compute out = a @ weight.T + bias + residual on matrices."""
     if residual is not None and bias is not None and is_fused(out):
         from megatron_sp.ops.kernels import biases
 
@@ -304,7 +296,7 @@ def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
 
 
 def norm_in_front(spec: NormSpec | None, weight: Tensor | None, bias: Tensor | None) -> NormInFront | None:
-    """Return the norm of these tensors, which autograd functions take one by one; None without a norm."""
+    """Return the norm of these tensors, which autograd functions take one by one."""
     if spec is None:
         return None
     assert weight is not None
@@ -312,7 +304,7 @@ def norm_in_front(spec: NormSpec | None, weight: Tensor | None, bias: Tensor | N
 
 
 def normed_by(x: Tensor, norm: NormInFront | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the normed x and the norm's statistics; without a norm (x, ())."""
+    """Return the normed x and the norm's statistics."""
     return (x, ()) if norm is None else norm_forward(x, norm.weight, norm.bias, norm.spec)
 
 

@@ -1,17 +1,15 @@
-"""LM head and cross entropy fused into one op that never materializes the logits of a whole sequence.
+"""LM head and cross entropy fused into one op that never materializes the logits of a whole sequence."""
 
-Tokens are processed in chunks. For each chunk the logits are computed, turned into the loss and immediately into the
-gradients of x and W, then freed: three GEMMs in total, as many as without chunks, and memory for one chunk instead of
-tokens x vocabulary. The gradients are those of the summed loss; backward multiplies them by its incoming gradient
-(1/tokens, a loss scale), so any later scaling is respected. Compare Liger's fused linear cross entropy
-(arXiv:2410.10989); a custom kernel (``ops/kernels/cross_entropy.py``) is optional here.
-
-The cost: the weight's gradient is alive from the head's forward on. It is written directly to the main_grad if that is
-free (in the first micro-batch of a step), else to a buffer of its own.
-
-With the vocabulary split over tp ranks each chunk needs two small all-reduces, of the row maxima and of the row sums
-and label logits; the gradient of x, a partial sum on each rank, is reduced once, between forward and backward.
-"""
+# Tokens are processed in chunks: the logits of a chunk are turned into the loss and immediately into the gradients of x
+# and W, then freed. That is three GEMMs, as many as without chunks. The gradients are those of the summed loss;
+# backward multiplies them by its incoming gradient (1/tokens, a loss scale). Compare Liger's fused linear cross entropy
+# (arXiv:2410.10989).
+#
+# The cost: the weight's gradient is alive from the head's forward on. It is written directly to the main_grad if that
+# is free (in the first micro-batch of a step), else to a buffer of its own.
+#
+# With the vocabulary split over tp ranks each chunk needs two small all-reduces, of the row maxima and of the row sums
+# and label logits; the gradient of x, a partial sum on each rank, is reduced once, between forward and backward.
 
 from __future__ import annotations
 
@@ -32,40 +30,24 @@ _MOST_TOKENS = {"cpu": 512, "cuda": 2**20}
 
 
 def default_chunk_tokens(vocab_rows: int, device_type: str = "cpu") -> int:
-    """Return the number of tokens whose fp32 logits take about 52 MiB (CPU) or 512 MiB (GPU), enough for full-speed GEMMs.
-
-    Each chunk reads and writes the whole weight gradient once: with few tokens that takes a GPU longer than the product
-    itself. On a CPU 512 tokens are enough for any vocabulary. There are at least 128.
-    """
+    """Return how many tokens have fp32 logits of about 52 MiB (CPU) or 512 MiB (GPU)."""
+    # each chunk reads and writes the whole weight gradient once: with few tokens that takes a GPU longer than the
+    # product itself. On a CPU 512 tokens are enough for any vocabulary.
     kind = device_type if device_type in _CHUNK_BYTES else "cuda"
     return min(_MOST_TOKENS[kind], max(128, _CHUNK_BYTES[kind] // (4 * vocab_rows) // 64 * 64))
 
 
 def lm_head_loss(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_mask: Tensor,
-    *,
-    vocab_size: int,
-    bias: Tensor | None = None,
-    chunk_tokens: int | None = None,
-    tp: TensorParallel = NO_TP,
-    main_grad: MainGrad | None = None,
-) -> HeadLoss:
+    x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, *, vocab_size: int, bias: Tensor | None = None,
+    chunk_tokens: int | None = None, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
+) -> HeadLoss:  # fmt: skip
     """Compute the sum over tokens of loss_mask * cross_entropy(x @ weight.T + bias, labels).
 
     Args:
         x: [s/parts, b, h].
-        weight: [rows/tp, h], rank r holds rows from r * rows/tp on; rows of the whole from vocab_size on are padding
-            with zero probability.
-        labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
-        loss_mask: [s, b], weight of each token.
-        vocab_size: number of valid rows.
-        bias: [rows/tp], or None.
-        chunk_tokens: tokens per chunk; None: ``default_chunk_tokens``.
-        tp: the group over which the vocabulary is split.
-        main_grad: receives the gradients of weight and bias.
+        weight: [rows/tp, h]; rows of the whole from vocab_size on are padding with zero probability.
+        labels: int64 [s, b], in [0, vocab_size) wherever loss_mask [s, b] is not 0.
+        main_grad: receives the gradients of weight and bias [rows/tp].
     """
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], x.device.type)
     first_row = tp.rank * weight.shape[0]
@@ -86,58 +68,39 @@ class HeadLoss(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """This rank's rows of the table: index of the first, number of non-padding rows, and total number of non-padding rows."""
-
-    first: int
-    valid: int
-    vocab_size: int
+    first: int  # of this rank's rows of the table
+    valid: int  # number of this rank's that are not padding
+    vocab_size: int  # of all
 
 
 class _Options(NamedTuple):
-    """Arguments of the op that are not tensors; ``train`` is set if backward may follow."""
-
+    # arguments of the op that are not tensors
     rows: _Rows
     chunk_tokens: int
     tp: TensorParallel
     main_grad: MainGrad | None
-    train: bool
+    train: bool  # backward may follow
 
 
 class _ForwardGrads:
-    """Gradients of the summed loss, which forward computes chunk by chunk; None for one that is not needed.
-
-    Attributes:
-        x: [s * b, h], on each tp rank a part of the sum.
-        weight: [rows/tp, h], the main_grad's own view if ``is_ahead``, else a buffer in fp32 or wider.
-        bias: [rows/tp], in fp32 or wider.
-        is_ahead: the main_grad has reserved its view of the weight already.
-    """
+    # gradients of the summed loss, which forward computes chunk by chunk; None for one that is not needed
 
     def __init__(self, need: tuple[bool, bool, bool], x: Tensor, weight: Tensor, main_grad: MainGrad | None) -> None:
         (need_x, need_weight, need_bias), wide = need, _wide(x)
+        # [s * b, h], on each tp rank a part of the sum
         self.x = empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
-        ahead = main_grad.reserve_ahead(weight) if main_grad is not None and need_weight else None
-        self.is_ahead = ahead is not None
-        self.weight = (
-            ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
-        )
+        # [rows/tp, h]: the main_grad's own view if that is free, else a buffer
+        self.weight = main_grad.reserve_ahead(weight) if main_grad is not None and need_weight else None
+        self.is_ahead = self.weight is not None
+        if need_weight and self.weight is None:
+            self.weight = empty(weight.shape, dtype=wide, device=x.device)
         if self.weight is not None and x.shape[0] == 0:
             self.weight.zero_()  # no chunk will write it
         self.bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if need_bias else None
-
-    @property
-    def any_needed(self) -> bool:
-        return self.x is not None or self.weight is not None or self.bias is not None
+        self.any_needed = any(need)
 
     def add_chunk(self, part: slice, grad_logits: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor) -> None:
-        """Add the gradients of one chunk.
-
-        Args:
-            grad_logits: [t, rows/tp].
-            row_weight: [t, 1], by which each token's gradients are multiplied; None: they have been.
-            x: [t, h].
-            weight: [rows/tp, h].
-        """
+        # from grad_logits [t, rows/tp], whose rows are yet to be multiplied by ``row_weight`` [t, 1] if it is given
         if self.x is not None:
             of_x = torch.mm(grad_logits, weight, out=self.x[part])
             if row_weight is not None:
@@ -203,15 +166,13 @@ class _LMHeadLoss(torch.autograd.Function):
 
 
 def _scaled(grad: Tensor, grad_sum: Tensor) -> Tensor:
-    """Multiply a gradient by that of the sum, in the width of the loss.
-
-    Rounded to 16 bits, 1/tokens would change the scale of the whole model's gradient, and a loss scale would overflow.
-    """
+    # in the width of the loss: rounded to 16 bits, 1/tokens would change the scale of the whole model's gradient, and a
+    # loss scale would overflow
     return torch.mul(grad, grad_sum, out=empty(grad.shape, dtype=grad_sum.dtype, device=grad.device)).to(grad.dtype)
 
 
 def _put_scaled(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, grad_sum: Tensor) -> Tensor | None:
-    # put the scaled gradient of the weight in the main_grad; return it if it goes through autograd
+    # into the main_grad, in one pass; returned if it goes through autograd
     reserved = main_grad.reserve(weight) if main_grad is not None else None
     if reserved is None:
         return (grad * grad_sum).to(weight.dtype)
@@ -228,7 +189,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def lm_head_logits(
     x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NO_TP
 ) -> Tensor:
-    """Compute logits [..., h] -> [..., vocab_size], fp32 or wider, on every rank of the group; for generation, with few tokens."""
+    """Compute logits [..., h] -> [..., vocab_size], fp32 or wider, on every rank; for generation."""
     rows = vocab_size if tp.size == 1 else weight.shape[0]
     logits = x @ weight[:rows].t()
     wide = (logits if bias is None else logits + bias[:rows]).to(_wide(x))
@@ -239,7 +200,7 @@ def lm_head_logits(
 
 
 def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
-    """Return (local row of each label [t, 1], mask of labels on other ranks [t, 1], for which the row is arbitrary; None without tp)."""
+    # local row of each label [t, 1]; mask of labels on other ranks [t, 1], for which the row is arbitrary
     valid = labels.clamp(0, rows.vocab_size - 1)[:, None]  # where the mask is 0 a label may be anything
     if tp.size == 1:
         return valid, None
@@ -251,14 +212,15 @@ def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tens
 def _logits(
     x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wide: torch.dtype, buffer: Tensor | None
 ) -> Tensor:
-    # compute logits [t, rows] in dtype ``wide``, with -inf for padding rows; ``buffer`` is reused if it fits
+    # logits [t, rows] in dtype ``wide``, with -inf for padding rows; ``buffer`` is reused if it fits
     if x.dtype != wide and not x.is_cuda:
         logits = torch.mm(x, weight.t()).to(wide)
     else:
         fits = buffer is not None and buffer.shape[0] == x.shape[0]
-        logits = (
-            buffer if fits and buffer is not None else empty((x.shape[0], weight.shape[0]), dtype=wide, device=x.device)
-        )
+        if fits and buffer is not None:
+            logits = buffer
+        else:
+            logits = empty((x.shape[0], weight.shape[0]), dtype=wide, device=x.device)
         if x.dtype == wide:
             torch.mm(x, weight.t(), out=logits)
         else:
@@ -270,17 +232,13 @@ def _logits(
     return logits
 
 
+Outputs = tuple[Tensor, Tensor]  # cross entropies [t], and whether the label has the row's maximum, bool [t]
+
+
 class _Chunk:
-    """Loss of one chunk of tokens, in plain torch."""
+    """Loss of one chunk of tokens, in plain torch: logits [t, rows/tp], which are overwritten."""
 
-    def __init__(
-        self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]
-    ) -> None:
-        """Compute the loss of logits [t, rows/tp], which are overwritten, and labels [t].
-
-        Args:
-            found: where cross entropies go, [t], and whether the label has the row's maximum, bool [t].
-        """
+    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, out: Outputs) -> None:
         self._picked, self._elsewhere = _local_labels(labels, rows, tp)
         logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
         at_label = logits.gather(1, self._picked)
@@ -290,20 +248,13 @@ class _Chunk:
         if tp.size > 1:
             sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))
         self._exp, self._sums = logits, sums
-        torch.sub(sums.log()[:, 0], at_label[:, 0], out=found[0])
-        torch.ge(at_label[:, 0], 0, out=found[1])
+        torch.sub(sums.log()[:, 0], at_label[:, 0], out=out[0])
+        torch.ge(at_label[:, 0], 0, out=out[1])
 
     def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return d loss / d logits = exp / sums - onehot, up to a factor for each row; overwrites the logits once more.
-
-        The division by the row's sum, like the token's weight, is left to the small operands of the two GEMMs; 16-bit
-        operands are divided here, in the pass that rounds them.
-
-        Args:
-            row_weight: weight of each token [t, 1].
-        Returns:
-            (the gradient [t, rows/tp], the factor of each row [t, 1]), both in ``dtype``.
-        """
+        # d loss / d logits = exp / sums - onehot, and a factor for each row: the division by the row's sum, like the
+        # token's weight, is left to the small operands of the two GEMMs. 16-bit operands are divided here, in the pass
+        # that rounds them.
         onehot = -self._sums if self._elsewhere is None else (-self._sums).masked_fill_(self._elsewhere, 0.0)
         grad_logits = self._exp.scatter_add_(1, self._picked, onehot)
         if grad_logits.dtype == dtype:
@@ -312,33 +263,28 @@ class _Chunk:
 
 
 class _FusedChunk:
-    """The same in two of Triton's kernels, without the temporary [t, rows] that the division makes; see ``_Chunk``."""
+    """The same in two of Triton's kernels, without the temporary [t, rows] that the division makes."""
 
-    def __init__(
-        self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]
-    ) -> None:
+    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, out: Outputs) -> None:
         from megatron_sp.ops.kernels import cross_entropy
 
         self._logits, self._labels, self._valid, self._is_whole = logits, labels.contiguous(), rows.valid, tp.size == 1
         if self._is_whole:
-            self._stats = cross_entropy.statistics(logits, self._labels, rows.valid, found)
+            self._stats = cross_entropy.statistics(logits, self._labels, rows.valid, out)
             return
         picked, elsewhere = _local_labels(labels, rows, tp)
         self._labels = (picked if elsewhere is None else picked.masked_fill(elsewhere, -1))[:, 0]
-        mine, sums, at_label = cross_entropy.statistics(logits, self._labels, rows.valid)
-        maximum = tp.all_reduce(mine.clone(), "max")
-        sums, at_label = tp.all_reduce(torch.stack([sums * torch.exp(mine - maximum), at_label]))
+        own_maximum, sums, at_label = cross_entropy.statistics(logits, self._labels, rows.valid)
+        maximum = tp.all_reduce(own_maximum.clone(), "max")
+        sums, at_label = tp.all_reduce(torch.stack([sums * torch.exp(own_maximum - maximum), at_label]))
         self._stats = torch.stack([maximum, sums])
         above = maximum - at_label
-        torch.add(sums.log(), above, out=found[0])
-        torch.le(above, 0, out=found[1])
+        torch.add(sums.log(), above, out=out[0])
+        torch.le(above, 0, out=out[1])
 
     def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, None]:
         # d loss / d logits [t, rows/tp] in ``dtype``, multiplied by the token's weights [t, 1]
         from megatron_sp.ops.kernels import cross_entropy
 
-        weights = row_weight[:, 0].contiguous()
-        grad = cross_entropy.gradient(
-            self._logits, self._labels, self._stats, weights, self._valid, dtype, whole=self._is_whole
-        )
-        return grad, None
+        args = self._logits, self._labels, self._stats, row_weight[:, 0].contiguous(), self._valid, dtype
+        return cross_entropy.gradient(*args, whole=self._is_whole), None

@@ -1,25 +1,21 @@
-"""Offload of tensors that blocks save for backward to host memory (--offload-activations).
+"""Offload of tensors that blocks save for backward to host memory (--offload-activations)."""
 
-    forward     block i computes    | block i+1 computes                   | block i+2 computes
-    copies                          | tensors of block i to the host       | (device memory of block i is free)
-    backward    block i+1           | block i
-    copies      tensors of block i to the device | tensors of block i-1 to the device
-
-At most one block is being copied out, and one in. The last block stays on the device, as backward begins with it. With
-full recomputation a "block" is a group of blocks of which only the input is saved, and that is moved.
-
-Storages are moved, not tensors. Saved-tensor hooks record what autograd saves while a block runs, and return the same
-memory; after the block each recorded storage is copied out and freed (``resize_``), and restored before the block's
-backward. So all tensors on it are valid again, also views, tensors saved twice, or those that a function of ours holds
-outside autograd (``parallel/ulysses.py`` holds graphs of its own), and a storage moves once. Copies packed and unpacked
-by the hooks would leave the memory of those others in use. Never moved: parameters, views of flat buffers, tensors that
-the caller declares as shared by the blocks, and a block's output, which the next one needs.
-
-On a GPU the copies use a stream of their own and pinned memory; copies and computation wait for each other through
-events, never on the host, and memory is freed in the order of the compute stream, so ``record_stream`` is not needed.
-On the CPU the copies are made at the same points, and the same memory is freed where torch allows it; as host and
-device are the same there, no memory is saved.
-"""
+#     forward     block i computes    | block i+1 computes                   | block i+2 computes
+#     copies                          | tensors of block i to the host       | (device memory of block i is free)
+#     backward    block i+1           | block i
+#     copies      tensors of block i to the device | tensors of block i-1 to the device
+#
+# At most one block is being copied out, and one in. The last block stays on the device, as backward begins with it.
+#
+# Storages are moved, not tensors. Saved-tensor hooks record what autograd saves while a block runs, and return the same
+# memory; after the block each recorded storage is copied out and freed (``resize_``), and restored before the block's
+# backward. So all tensors on it are valid again, also views, tensors saved twice, or those that a function of ours
+# holds outside autograd, and a storage moves once. Never moved: parameters, views of flat buffers, tensors that the
+# caller declares as shared by the blocks, and a block's output, which the next one needs.
+#
+# On a GPU the copies use a stream of their own and pinned memory; copies and computation wait for each other through
+# events, never on the host, and memory is freed in the order of the compute stream, so ``record_stream`` is not needed.
+# On the CPU the copies are made at the same points, and no memory is saved.
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ from megatron_sp.ops.allocator import host_empty
 
 
 class ActivationOffload:
-    """Host buffers for the activations of one model, and the stream for the copies; reused in every step.
-
-    Args:
-        device: device of the activations.
-    """
+    """Host buffers for the activations of one model, and the stream for the copies; reused in every step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,24 +40,24 @@ class ActivationOffload:
         self.num_bytes = 0  # of host memory in all
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a host buffer, uint8 [num_bytes]; earlier contents may still be in use by copies queued on the stream."""
+        # copies queued on the stream may still use the buffer's earlier contents
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
         self.num_bytes += num_bytes
         return host_empty((num_bytes,), torch.uint8, self.device)
 
-    def give_back(self, buffer: Tensor) -> None:
-        self._free.setdefault(buffer.numel(), []).append(buffer)
+    def give_back(self, buffers: Iterable[Tensor]) -> None:
+        for buffer in buffers:
+            self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def forward_pass(self, shared: Iterable[Tensor]) -> OffloadPass:
-        """Return the offload of one forward pass and its backward pass; the tensors in ``shared`` are never moved."""
+        """Return the offload of one forward and backward pass; ``shared`` tensors are never moved."""
         return OffloadPass(self, shared)
 
 
 class _Moved:
-    """Storages of one block, and the state of their transfer."""
-
+    # storages of one block, and the state of their transfer: here, leaving, away, coming, back
     def __init__(self, pool: ActivationOffload, storages: list[torch.UntypedStorage]) -> None:
         self.pool, self.storages = pool, storages
         self.sizes = [storage.nbytes() for storage in storages]
@@ -73,7 +65,7 @@ class _Moved:
         self.event: torch.cuda.Event | None = None
         self.state = "here"
         # a forward pass whose backward pass never comes
-        self._finalizer = weakref.finalize(self, _give_back, pool, self.host)
+        self._finalizer = weakref.finalize(self, pool.give_back, self.host)
         self._finalizer.atexit = False
 
     def start_out(self) -> None:
@@ -121,11 +113,6 @@ class _Moved:
             self.event = None
 
 
-def _give_back(pool: ActivationOffload, buffers: list[Tensor]) -> None:
-    for buffer in buffers:
-        pool.give_back(buffer)
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     # the whole storage as a new uint8 tensor, so that autograd does not notice writes to it as changes of saved tensors
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
@@ -142,13 +129,9 @@ class OffloadPass:
     def run(
         self, block: Callable[[Tensor], Tensor], x: Tensor, parameters: Callable[[], Iterable[Tensor]], *, last: bool
     ) -> Tensor:
-        """Run ``block(x)``, and offload what it saves.
+        """Run ``block(x)``, and offload what it saves, unless it is the last one.
 
-        Args:
-            block: returns the next block's input.
-            parameters: returns the block's parameters; called after the block, when they are still in the memory it has
-                read.
-            last: this is the last block, with which backward begins: nothing is moved.
+        ``parameters`` is called after the block, when its parameters are still in the memory that it has read.
         """
         index = len(self._blocks)
         if last:
@@ -158,10 +141,10 @@ class OffloadPass:
             with _seeing() as seen:
                 y = block(x)
             stays = self._shared | {tensor.untyped_storage()._cdata for tensor in (*parameters(), y)}
-            mine = [storage for key, storage in seen.items() if key not in stays]
+            storages = [storage for key, storage in seen.items() if key not in stays]
             seen.clear()  # the hooks live as long as what they packed
-            self._blocks.append(_Moved(self._pool, mine) if mine else None)
-            del mine
+            self._blocks.append(_Moved(self._pool, storages) if storages else None)
+            del storages
         if index > 0 and (before := self._blocks[index - 1]) is not None:
             before.finish_out()
         if (moving := self._blocks[index]) is not None:
@@ -170,11 +153,10 @@ class OffloadPass:
 
     def backward_begins(self, index: int) -> None:
         # restore the tensors of block ``index``, whose backward begins, and start fetching those of the block before it
-        mine = self._blocks[index]
-        if mine is not None:
-            if mine.state != "coming":
-                mine.start_in()
-            mine.finish_in()
+        if (block := self._blocks[index]) is not None:
+            if block.state != "coming":
+                block.start_in()
+            block.finish_in()
             self._blocks[index] = None
         if index > 0 and (below := self._blocks[index - 1]) is not None and below.state != "coming":
             below.start_in()
@@ -182,11 +164,8 @@ class OffloadPass:
 
 @contextmanager
 def _seeing() -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Context manager that collects the storages of activations saved by autograd, by identity.
-
-    Only of floating-point tensors: masks, dropout keys and document lengths are small, and some are shared by all
-    blocks.
-    """
+    # storages of activations that autograd saves, by identity. Only of floating-point tensors: masks, dropout keys and
+    # document lengths are small, and some are shared by all blocks.
     seen: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -201,8 +180,7 @@ def _seeing() -> Iterator[dict[int, torch.UntypedStorage]]:
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """Identity on a block's output; its backward restores what the block saved."""
-
+    # the identity on a block's output; its backward restores what the block saved
     @staticmethod
     def forward(ctx: Any, y: Tensor, run: OffloadPass, index: int) -> Tensor:
         ctx.run, ctx.index = run, index

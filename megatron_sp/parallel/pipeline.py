@@ -1,12 +1,11 @@
-"""Execution of a pipeline schedule on one rank: the actions of its list, with their messages.
+"""Execution of a pipeline schedule on one rank: the actions of its list, with their messages."""
 
-    F   x from the rank above (received one action ahead)  ->  y = stage(x)  ->  y to the rank below, without waiting
-    B   dy from the rank below, or from the loss of y      ->  dx            ->  dx to the rank above, without waiting
-    W   the gradients of the weights, which B has put off (``PipelinePlan.splits``); else B has computed them
-
-Messages from one rank to another are sent and received in the order in which the sender makes them, in a group in which
-both do nothing else.
-"""
+#     F   x from the rank above (received one action ahead)  ->  y = stage(x)  ->  y to the rank below, without waiting
+#     B   dy from the rank below, or from the loss of y      ->  dx            ->  dx to the rank above, without waiting
+#     W   the gradients of the weights, which B has put off (``PipelinePlan.splits``); else B has computed them
+#
+# Messages from one rank to another are sent and received in the order in which the sender makes them, in a group in
+# which both do nothing else.
 
 from __future__ import annotations
 
@@ -35,20 +34,19 @@ class StageWork(Protocol):
         """Return a stage's output; the first one has no input, and without gradients the last computes losses."""
 
     def loss(self, action: Action, y: Tensor) -> Tensor:
-        """Return what is to be differentiated, from the last stage's output; called when its backward pass begins."""
+        """Return what is to be differentiated, when the last stage's backward pass begins."""
 
     def before_backward(self, action: Action, put_off: Action | None) -> None:
-        """Prepare a backward pass; with ``put_off`` gradients of weights are kept under that name."""
+        """Prepare a backward pass; ``put_off``: keep gradients of weights under that name."""
 
-    def after_backward(self, action: Action) -> None:
-        """Follow up on a backward pass."""
+    def after_backward(self, action: Action) -> None: ...
 
     def weights(self, action: Action) -> None:
-        """Compute the gradients that were put off under ``action``, if any were, and complete the micro-batch."""
+        """Compute the gradients put off under ``action``, if any, and complete the micro-batch."""
 
 
 class Position:
-    """Place of this rank in a schedule, for messages about a step that does not end. Other threads read it."""
+    """Place of this rank in a schedule, for messages about a step that does not end; other threads read it."""
 
     action: Action | None = None  # what is computed, or waits for its input; None outside of a schedule
     awaits: str = ""  # the message that is waited for, in words; empty: none
@@ -61,26 +59,19 @@ class Position:
 
 
 class Channels:
-    """Groups between this rank of a pipeline and its neighbours.
-
-    Args:
-        groups: of each pair (source, target) of pipeline ranks that this rank is one of (``comm.groups.pipes``).
-        ranks: rank in the world of each pipeline rank.
-        me: this pipeline rank.
-    """
+    """Groups between this rank of a pipeline and its neighbours, by (source, target) pipeline ranks."""
 
     def __init__(self, groups: Mapping[tuple[int, int], Group], ranks: Sequence[int], me: int) -> None:
-        self._groups, self._ranks, self.me = groups, list(ranks), me
+        self._groups, self._ranks, self.me = groups, list(ranks), me  # ``ranks``: in the world, of each pipeline rank
         self.recorder: Recorder | None = None  # records messages whose action is given (--report-overlap)
         self.position = Position()
 
     def send(self, x: Tensor, target: int, made_by: Action | None = None) -> Handle:
-        """Start sending to a pipeline rank what an action has made."""
         record = self._record("send", x, (self.me, target), made_by)
         return send_async(x, self._groups[self.me, target], self._ranks[target], _result_of(made_by)).recorded(record)
 
+    # messages of a pipeline rank arrive in the order in which they are sent
     def receive(self, into: Tensor, source: int, made_by: Action | None = None) -> Handle:
-        """Start receiving what an action makes; messages of a pipeline rank arrive in the order they are sent."""
         record = self._record("receive", into, (source, self.me), made_by)
         handle = receive_async(into, self._groups[source, self.me], self._ranks[source], _result_of(made_by))
         return handle.recorded(record)
@@ -98,8 +89,6 @@ def _result_of(action: Action | None) -> str:
 
 
 class _Mail:
-    """Messages of one step: receives that are posted in time, and sends that nobody waits for."""
-
     def __init__(self, plan: PipelinePlan, channels: Channels, work: StageWork) -> None:
         self._channels, self._work, self._rank_of = channels, work, plan.rank_of
         self._received: dict[Action, Handle] = {}  # by what made it
@@ -177,23 +166,17 @@ class _End(torch.autograd.Function):
 
 
 class Timeline:
-    """When this rank computed what in a step, without the waits for messages before it.
-
-    Args:
-        clock: that of the device (default: the host's, in seconds). On a GPU moments are CUDA events of the stream that
-            computes, so nothing is waited for here.
-    """
+    """When this rank computed what in a step, without the waits for messages before it."""
 
     def __init__(self, clock: Clock | None = None) -> None:
+        # of the device: on a GPU moments are CUDA events of the stream that computes, so nothing is waited for here
         self._clock: Clock = clock or WallClock()
         self.spans: list[tuple[Action, Moment, Moment]] = []  # action, begin and end, in order
 
     def begins(self, action: Action) -> None:
-        """Note that an action has all that it needs."""
         self.spans.append((action, self._clock.now(), None))
 
     def ends(self) -> None:
-        """Note that it has been computed, and its result is being sent."""
         action, start, _ = self.spans[-1]
         self.spans[-1] = action, start, self._clock.now()
 
@@ -202,13 +185,10 @@ def run_pipeline(
     plan: PipelinePlan, channels: Channels, work: StageWork, timeline: Timeline | None = None,
     before: Callable[[Action], None] | None = None,
 ) -> None:  # fmt: skip
-    """Go through this rank's actions of a plan. Collective over the pipeline.
+    """Go through this rank's actions of a plan that passes ``check_plan``. Collective; WaitError: a neighbour was late.
 
     Args:
-        plan: passes ``check_plan``; may consist of F alone (``forward_plan``), then without gradients.
         before: called before each action, when it may yet have to wait for its input.
-    Raises:
-        WaitError: a neighbour died, or was late.
     """
     mail, passes, last = _Mail(plan, channels, work), dict[Action, _Pass](), plan.num_stages - 1
     local: dict[Action, Tensor] = {}  # from one stage of this rank to the next

@@ -1,16 +1,15 @@
-"""The orders of pipeline schedules that the field knows (``plan_pipeline``). Plain numbers, no torch.
+"""The orders of pipeline schedules that the field knows (``plan_pipeline``). Plain numbers, no torch."""
 
-    kind         stages of rank r      order
-    1f1b         r                     one forward pass, one backward pass, after as many forward passes as ranks below
-    interleaved  r, r + p, ...         1f1b in groups of p micro-batches or a few more, through each of a rank's stages
-    zb1p         as interleaved        W is put off to where a rank would wait (ZB-H1), within the memory of 1f1b
-    zbv          r, 2p - 1 - r         a V: the first and the last stage are on one rank; W as in zb1p
-    slices       r                     1f1b over slices, backward passes of a micro-batch from its last slice
-
-In 1f1b, interleaved and slices W follows its B at once, and the two are one backward pass. Sums are in the same order
-in all kinds. Sources: 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble arXiv:2401.10241; V
-arXiv:2405.15362; slices arXiv:2406.03488.
-"""
+#     kind         stages of rank r      order
+#     1f1b         r                     one forward pass, one backward pass, after a forward pass for each rank below
+#     interleaved  r, r + p, ...         1f1b in groups of p or more micro-batches, through each of a rank's stages
+#     zb1p         as interleaved        W is put off to where a rank would wait (ZB-H1), within the memory of 1f1b
+#     zbv          r, 2p - 1 - r         a V: the first and the last stage are on one rank; W as in zb1p
+#     slices       r                     1f1b over slices, backward passes of a micro-batch from its last slice
+#
+# In 1f1b, interleaved and slices W follows its B at once, and the two are one backward pass. Sums are in the same order
+# in all kinds. Sources: 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble arXiv:2401.10241; V
+# arXiv:2405.15362; slices arXiv:2406.03488.
 
 from __future__ import annotations
 
@@ -50,12 +49,7 @@ def plan_pipeline(
     kind: PipelineKind, num_ranks: int, stages_per_rank: int, num_micro_batches: int, num_slices: int = 1,
     costs: Costs = SAME_COSTS,
 ) -> PipelinePlan:  # fmt: skip
-    """Return the order of a step of any number of micro-batches; raise PlanError if this kind has none for these sizes.
-
-    Args:
-        num_slices: of a micro-batch.
-        costs: times of actions, by which W are put off.
-    """
+    """Return the order of a step of any number of micro-batches; PlanError: this kind has none for these sizes."""
     p, v, m, n = num_ranks, stages_per_rank, num_micro_batches, num_slices
     if min(p, v, m, n) < 1:
         sizes = f"pipeline ranks ({p}), stages of a rank ({v}), micro-batches ({m}) and slices ({n})"

@@ -1,12 +1,11 @@
-"""Pipeline schedules as data: which rank computes what, in which order; their check, and how long they take. No torch.
+"""Pipeline schedules as data: which rank computes what, in which order; their check, and how long they take."""
 
-A model is cut into stages, runs of its layers, and each rank has one or several. A batch is cut into micro-batches, and
-with slices a micro-batch into runs of positions. What is left is a list of actions for each rank:
-
-    F  forward of (stage, micro-batch, slice); its input comes from the stage before
-    B  gradient of its input, which goes to the stage before, and of everything small (norms, biases, tables)
-    W  gradients of its weight matrices, which nobody waits for
-"""
+# A model is cut into stages, runs of its layers, and each rank has one or several. A batch is cut into micro-batches,
+# and with slices a micro-batch into runs of positions. What is left is a list of actions for each rank:
+#
+#     F  forward of (stage, micro-batch, slice); its input comes from the stage before
+#     B  gradient of its input, which goes to the stage before, and of everything small (norms, biases, tables)
+#     W  gradients of its weight matrices, which nobody waits for
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Action(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Times of the kinds of actions of a stage, and of a message, in any unit; orders that put W off follow them."""
+    """Times of the kinds of actions of a stage, and of a message, in any unit."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -42,7 +41,6 @@ class Costs(NamedTuple):
     message: float = 0.0
 
     def of(self, kind: ActionKind) -> float:
-        """Return the time of a kind of action."""
         return self.forward if kind == "F" else self.backward if kind == "B" else self.weights
 
 
@@ -50,7 +48,7 @@ SAME_COSTS = Costs()
 
 
 class Message(NamedTuple):
-    """What goes from one rank to another: the output of ``action``, or with B the gradient of its input."""
+    """What goes from one rank to another: the result of ``action``."""
 
     source: int
     target: int
@@ -77,20 +75,17 @@ class PipelinePlan:
 
     @property
     def num_ranks(self) -> int:
-        """Number of pipeline ranks, p."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, in the order of the layers."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def source(self, action: Action) -> Action | None:
-        """Return the action of another stage that an action waits for; None: it needs its own rank's work alone."""
+        """Return the action of another stage that an action waits for, if there is one."""
         neighbour = action.stage + (-1 if action.kind == "F" else 1)
         has_source = action.kind != "W" and 0 <= neighbour < self.num_stages
         return action._replace(stage=neighbour) if has_source else None
@@ -109,7 +104,7 @@ class PipelinePlan:
         return sorted({a + b - rank for a, b in pairs if rank in (a, b) and a != b})
 
     def posts(self, rank: int) -> dict[int, list[Message]]:
-        """Return what a rank starts to receive before each action: one action ahead, in the order of each channel."""
+        """Return what a rank starts to receive before each action: one ahead, in the order of each channel."""
         place = {action: index for index, action in enumerate(self.actions[rank])}
         posts: dict[int, list[Message]] = {}
         for source in self._neighbours(rank):
@@ -121,7 +116,7 @@ class PipelinePlan:
         return posts
 
     def received_before(self, rank: int) -> dict[Action, int]:
-        """Return, by what makes each message to a rank, how many of the rank's own its maker has received before."""
+        """Return, by what makes each message to a rank, how many of the rank's own its maker has by then."""
         counts: dict[Action, int] = {}
         own = self.messages(rank)
         for source in self._neighbours(rank):
@@ -145,7 +140,6 @@ class PipelinePlan:
         return most
 
     def text(self) -> str:
-        """Return the actions, a line for each rank."""
         return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
 
 
@@ -232,19 +226,15 @@ class Replay:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the ranks wait."""
         return 1 - sum(self.busy) / (self.time * len(self.busy)) if self.time else 0.0
 
 
 def replay(
     plan: PipelinePlan, seconds: Callable[[Action], float], message: Callable[[Action], float] = lambda action: 0.0
 ) -> Replay:
-    """Return when each action begins and ends if a rank waits for nothing but what its next action needs.
+    """Return when each action of a checked plan begins and ends if a rank waits for its next input alone.
 
-    Args:
-        plan: a plan that ``check_plan`` passes.
-        seconds: time of an action.
-        message: time from an action's end until its result is on the next rank.
+    ``message`` is the time from an action's end until its result is on the next rank.
     """
     start, stop, made_at = dict[Action, float](), dict[Action, float](), dict[Action, float]()
     at, free_at, busy = [0] * plan.num_ranks, [0.0] * plan.num_ranks, [0.0] * plan.num_ranks

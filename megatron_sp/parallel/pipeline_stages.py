@@ -1,7 +1,6 @@
-"""Stages of a model: runs of its layers, of which a pipeline rank has one or several. Plain numbers, no torch.
+"""Stages of a model: runs of its layers, of which a pipeline rank has one or several. Plain numbers, no torch."""
 
-The first stage has the embedding, too, and the last one the head; these cost time like a layer, or several.
-"""
+# The first stage has the embedding, too, and the last one the head; these cost time like a layer, or several.
 
 from __future__ import annotations
 
@@ -21,13 +20,11 @@ class Stage:
     num_stages: int = 1
 
     @property
-    def is_first(self) -> bool:
-        """True for the stage with the embedding."""
+    def is_first(self) -> bool:  # the stage with the embedding
         return self.number == 0
 
     @property
-    def is_last(self) -> bool:
-        """True for the stage with the head."""
+    def is_last(self) -> bool:  # the stage with the head
         return self.number == self.num_stages - 1
 
     def __len__(self) -> int:
@@ -40,7 +37,7 @@ def whole_model(num_layers: int) -> Stage:
 
 
 def cut_model(counts: tuple[int, ...]) -> tuple[Stage, ...]:
-    """Return the stages with so many layers each."""
+    """Return stages with so many layers each."""
     ends = list(accumulate(counts, initial=0))
     return tuple(Stage(i, start, stop, ends[-1], len(counts)) for i, (start, stop) in enumerate(pairwise(ends)))
 
@@ -49,13 +46,11 @@ def deal_layers(
     num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, embedding: float = 0.0,
     head: float = 0.0,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Return the number of layers of each stage, at least one, so that the slowest stage is as fast as it can be.
+    """Return the number of layers of each stage, so that the slowest is as fast as it can be; ValueError: too few.
 
     Args:
         first, last: layers of the first and the last stage; None: as balances them.
         embedding, head: their time, in that of a layer.
-    Raises:
-        ValueError: there are too few layers.
     """
     if num_stages == 1:
         return (num_layers,)

@@ -1,15 +1,10 @@
-"""Activation recomputation (arXiv:1604.06174): only the inputs of a function are saved, not its intermediate tensors.
+"""Activation recomputation (arXiv:1604.06174): only the inputs of a function are saved, not its intermediate tensors."""
 
-Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without saving RNG states. The
-exception is attention dropout inside a fused kernel, which draws from torch's generator.
-
-torch.utils.checkpoint is not used: it packs every saved tensor, and recomputes once for every autograd graph inside;
-the attention block (``parallel/ulysses.py``) has graphs of its own. Here the function is simply called twice.
-Parameters used inside get their gradients through their main_grad or in ``.grad``, as from any ``backward()``.
-
-What is dear to compute and small to save may be kept: attention's output and lse (``ops/attention_kernels.py``). The
-recomputation saves it as it saves the arguments, so it is offloaded with them.
-"""
+# Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without saving RNG states. The
+# exception is attention dropout inside a fused kernel, which draws from torch's generator.
+#
+# torch.utils.checkpoint is not used: it packs every saved tensor, and recomputes once for every autograd graph inside;
+# the attention block (``parallel/ulysses.py``) has graphs of its own. Here the function is simply called twice.
 
 from __future__ import annotations
 
@@ -30,13 +25,12 @@ def recompute(
 
     Args:
         draws_random: ``fn`` uses torch's generators; their state is saved, so that it draws the same numbers again.
-        kept: what ``fn`` keeps in it is saved, and is there again when it is called for the second time.
+        kept: what ``fn`` keeps in it is saved with the arguments, and is there again in the second call.
     """
     if not torch.is_grad_enabled():
         return fn(*args)
-    trainable = torch.empty(
-        0, requires_grad=True
-    )  # fn may use parameters, so the result has a gradient even if no argument has
+    # fn may use parameters, so the result has a gradient even if no argument has
+    trainable = torch.empty(0, requires_grad=True)
     return _Recompute.apply(trainable, fn, draws_random, kept, *args)
 
 
@@ -45,7 +39,10 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any, trainable: Tensor, fn: Callable[..., Tensor], draws_random: bool, kept: KeptTensors | None, *args: Any
     ) -> Tensor:  # fmt: skip
-        ctx.fn, ctx.random_state = fn, _random_state() if draws_random else None
+        ctx.fn, ctx.random_state = fn, None
+        if draws_random:
+            of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+            ctx.random_state = torch.get_rng_state(), of_gpu
         ctx.tensor_at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
         ctx.kept = kept
@@ -63,24 +60,13 @@ class _Recompute(torch.autograd.Function):
             ctx.kept.restore(saved[len(ctx.tensor_at) :])
         del saved
         ctx.maybe_clear_saved_tensors()  # from here on what is kept lives as long as the recomputed graph needs it
-        with torch.random.fork_rng(_cuda_devices(), enabled=ctx.random_state is not None), torch.enable_grad():
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices, enabled=ctx.random_state is not None), torch.enable_grad():
             if ctx.random_state is not None:
-                _set_random_state(ctx.random_state)
+                torch.set_rng_state(ctx.random_state[0])
+                if ctx.random_state[1] is not None:
+                    torch.cuda.set_rng_state(ctx.random_state[1])
             out = ctx.fn(*args)
         if out.requires_grad:
             run_backward(out, grad)
         return None, None, None, None, *(a.grad if isinstance(a, Tensor) else None for a in args)
-
-
-def _cuda_devices() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-
-
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

@@ -1,12 +1,11 @@
-"""Numbers that routers and the step exchange: loads, terms that keep them even, earlier choices.
+"""Numbers that routers and the step exchange: loads, terms that keep them even, earlier choices."""
 
-The gradient of the balance and the z term (``ops/routing.py``) is added inside a layer's backward, to that of its
-logits: the terms need no graph, whatever stage a layer is in and whether it is recomputed. They are divided by the
-sequences and tokens of the step, so that no layout changes them.
-
-    sequence   c_e and q are those of a sequence; its ranks sum up c in the forward pass
-    global     c_e is that of the step, known before the first backward pass: with several micro-batches it counts first
-"""
+# The gradient of the balance and the z term (``ops/routing.py``) is added inside a layer's backward, to that of its
+# logits: the terms need no graph, whatever stage a layer is in and whether it is recomputed. They are divided by the
+# sequences and tokens of the step, so that no layout changes them.
+#
+#     sequence   c_e and q are those of a sequence; its ranks sum up c in the forward pass
+#     global     c_e is that of the step, known before the first backward: with several micro-batches it counts first
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ Key = tuple[int, int]  # layer, slice of the sequence
 
 @dataclass(frozen=True)
 class BalanceSpec:
-    """Terms of the routers."""
+    """Coefficients of the terms."""
 
     kind: BalanceKind = "none"
     balance: float = 0.0
@@ -38,7 +37,7 @@ class BalanceSpec:
 
 @dataclass(frozen=True)
 class TermWeights:
-    """Factors of the terms' gradients: coefficients, loss scale, and one over the global counts; scalars, fp64."""
+    """Factors of the terms' gradients, fp64 scalars: coefficients, loss scale, one over the global counts."""
 
     balance: Tensor  # for the sum over sequences; with ``global`` for c_e * q of the step, without E / k
     z: Tensor  # for the sum over tokens
@@ -66,7 +65,6 @@ class RouterStep:
 
     @property
     def counts_first(self) -> bool:
-        """True if the loads of the whole step must be known before the first backward pass."""
         return self.spec.kind == "global"
 
     def settle(self) -> None:
@@ -75,7 +73,7 @@ class RouterStep:
             self.known = all_reduce(self.loads.clone(), self.ep.tokens)
 
     def weights_from(self, sequences: Tensor, tokens: Tensor, scale: float = 1.0) -> TermWeights:
-        """Return the weights of the terms' gradients, from counts of the step on all ranks; scalars, fp64."""
+        """Return the weights of the terms' gradients, from counts of the step on all ranks."""
         by = tokens.square() if self.spec.kind == "global" else sequences
         return TermWeights(self.spec.balance * scale / by.clamp_min(1), self.spec.z * scale / tokens.clamp_min(1))
 
@@ -90,22 +88,16 @@ class RouterStep:
         self.settle()
 
     def told(self) -> Tensor:
-        """Return [sums of the two terms, loads], fp64, to be summed over all ranks; zeros if others give them."""
+        """Return [sums of the terms, loads], fp64, to be summed over all ranks; zeros if others give them."""
         told = torch.cat([self.sums, self.loads.flatten().double()])
         return told if self.ep.counts else torch.zeros_like(told)
 
     def loads_in(self, told: Tensor) -> Tensor:
-        """Return the loads, fp64 [layers, E], from the sum of ``told`` or the end of a step's summary."""
+        """Return the loads, fp64 [layers, E], from the sum of ``told``."""
         return told[-self.loads.numel() :].view(self.loads.shape)
 
     def micro_batch(self, batch: int, lengths: Tensor | int, replayed: Tensor | None = None) -> RouterPass:
-        """Return the routers' part of a micro-batch's context.
-
-        Args:
-            batch: number of its sequences.
-            lengths: tokens of each sequence, [b], or of all of them.
-            replayed: choices to be made, [layers, s, b, k] of the whole sequences; None: the routers decide.
-        """
+        """Return the part of the routers in a micro-batch of ``batch`` sequences; ``replayed``: choices to be made."""
         router_pass = RouterPass(self, batch, lengths, replayed)
         if self.watched is not None and not self.is_counting:
             self.watched.passes.append(router_pass)
@@ -120,7 +112,6 @@ class Watched:
     passes: list[RouterPass] = field(default_factory=list)  # of the micro-batches, with all their choices
 
     def choices(self) -> list[Tensor]:
-        """Return the choices of each micro-batch, int64 [layers, s, b, k]."""
         return [torch.stack([made.seen[layer] for layer in sorted(made.seen)]) for made in self.passes]
 
 
@@ -154,7 +145,7 @@ class RouterPass:
         return self.replayed[layer][self.rows].flatten(0, 1)
 
     def observe(self, layer: int, logits: Tensor, chosen: Tensor, bias: Tensor | None = None) -> None:
-        """Count the choices of a layer's first pass; with sequence terms collective over a sequence's ranks."""
+        """Count the choices of a layer's first pass; may be collective over a sequence's ranks."""
         step, spec = self.step, self.step.spec
         # the sequence of each row [positions, b]
         sequences = None if self.batch == 1 else torch.arange(len(chosen), device=chosen.device) % self.batch
@@ -179,7 +170,7 @@ class RouterPass:
         self.scores[layer] = self.scores[layer] + by_row if layer in self.scores else by_row
 
     def finish(self) -> None:
-        """Add the balance term to the step's sum, after the micro-batch's last forward pass."""
+        """Add the balance term to the step's sum, after the last forward pass."""
         step = self.step
         for layer, scores in self.scores.items():
             step.sums[0] += (self._factor() * self._counts(layer) * scores).sum()
@@ -203,7 +194,7 @@ class RouterPass:
         return self.step.known[layer][None].double()
 
     def gradients(self, layer: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradient of a layer's balance scores, [tokens or 1, E], and its z term's weight, if any."""
+        # of a layer's balance scores, [tokens, E] or [1, E], and the weight of its z term, where there are terms
         step, spec = self.step, self.step.spec
         if step.weights is None or (spec.kind == "none" and not spec.z):
             return None, None

@@ -1,9 +1,4 @@
-"""The groups over which a sequence is split: sp, of Ulysses, and cp, of context parallelism (``context_parallel.py``).
-
-Before an exchange of Ulysses a rank has its positions of all heads, after it all positions of its heads, or the other way round:
-a part to each rank and one from each, all_to_all, forward and backward. What is sent in which order is in ``heads.py``,
-what is computed between the exchanges in ``ulysses.py``.
-"""
+"""The groups over which a sequence is split: sp, of Ulysses, and cp, of context parallelism."""
 
 from __future__ import annotations
 
@@ -17,10 +12,9 @@ from megatron_sp.parallel.all_to_all import AllToAllGroup
 
 @dataclass(frozen=True)
 class SequenceParallel(AllToAllGroup):
-    """The sp group, over which each sequence, or each cp rank's share of it, is split, and how its exchanges are run."""
+    """The sp group, over which each sequence, or each cp rank's share of it, is split."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the group in place."""
+    def all_reduce(self, x: Tensor) -> Tensor:  # in place
         if self.size == 1:
             return x
         flight = None
@@ -31,7 +25,7 @@ class SequenceParallel(AllToAllGroup):
 
 @dataclass(frozen=True)
 class ContextParallel(AllToAllGroup):
-    """The cp group, over which the positions of each sequence are dealt, and how its exchanges are run."""
+    """The cp group, over which the positions of each sequence are dealt."""
 
     overlap: bool = True
     # number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all keys and

@@ -1,15 +1,14 @@
-"""Entering and leaving tensor-parallel regions (Megatron's f and g, arXiv:1909.08053, 2205.05198).
+"""Entering and leaving tensor-parallel regions (Megatron's f and g, arXiv:1909.08053, 2205.05198)."""
 
-A column-parallel linear layer opens such a region, a row-parallel one closes it; inside, every rank has all positions
-and its own columns. Between the regions activations are replicated, or, with ``seq`` (--sequence-parallel), each rank
-has its own run of positions:
-
-            enter (forward)        leave (forward)
-    plain   nothing                all_reduce
-    seq     all_gather             reduce_scatter
-
-Each is the backward of the other, so the same two calls serve both directions.
-"""
+# A column-parallel linear layer opens such a region, a row-parallel one closes it; inside, every rank has all positions
+# and its own columns. Between the regions activations are replicated, or, with ``seq`` (--sequence-parallel), each rank
+# has its own run of positions:
+#
+#             enter (forward)        leave (forward)
+#     plain   nothing                all_reduce
+#     seq     all_gather             reduce_scatter
+#
+# Each is the backward of the other, so the same two calls serve both directions.
 
 from __future__ import annotations
 
@@ -37,17 +36,14 @@ class TensorParallel:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks that share a layer's weights."""
         return self.group.size()
 
     @cached_property
     def rank(self) -> int:
-        """This rank in the tp group."""
         return self.group.rank()
 
     @cached_property
-    def parts(self) -> int:
-        """Number of parts into which the positions are split between tensor-parallel regions."""
+    def parts(self) -> int:  # into which the positions are split between tensor-parallel regions
         return self.size if self.seq else 1
 
     def enter_async(self, x: Tensor) -> Handle:
@@ -60,10 +56,7 @@ class TensorParallel:
         return all_gather_async(x, self.group, out).recorded(flight)
 
     def leave_async(self, x: Tensor) -> Handle:
-        """Start reducing partial sums [s, ...] to their sum [s/parts, ...]: forward of leave and backward of enter.
-
-        Without ``seq`` it is in place.
-        """
+        """Start summing [s, ...] -> [s/parts, ...], without ``seq`` in place: forward of leave, backward of enter."""
         if self.size == 1:
             return done(x)
         if not self.seq:
@@ -74,12 +67,11 @@ class TensorParallel:
         return reduce_scatter_async(x, self.group, out).recorded(flight)
 
     def all_reduce(self, x: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """Reduce ``x`` over the group in place, and wait for the result."""
+        # in place
         flight = None if self.recorder is None or self.size == 1 else self._flight("all_reduce", x, x.numel())
         return all_reduce_async(x, self.group, op).recorded(flight).wait()
 
     def mark(self, label: str) -> None:
-        """Record that the computation named ``label`` begins, if there is a recorder."""
         if self.recorder is not None:
             self.recorder.mark(label)
 
