@@ -31,7 +31,7 @@ from megatron_sp.data.gpt_dataset import GPTDataset, GPTOptions, PackedDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
-from megatron_sp.parallel.row_balancing import RowDealer, area_of_documents, order_by_area
+from megatron_sp.parallel.load_balancing import RowDealer, area_of_documents, order_by_area
 
 K = 1024
 HIDDEN = 4096
@@ -143,7 +143,7 @@ def table_of_costs(rounds: int, k: int) -> Iterator[str]:
 PAGE = """# Rows dealt by their attention, simulated
 
 Written by `python benchmarks/balance_rows.py --write`, which says how documents are drawn; {steps} / dp steps for each line. Numbers of
-the dealing (`megatron_sp/parallel/row_balancing.py`), without a model or a GPU; no training step was timed.
+the dealing (`megatron_sp/parallel/load_balancing.py`), without a model or a GPU; no training step was timed.
 
 ## How even ranks are
 

@@ -1,9 +1,7 @@
-"""Inputs of a forward pass besides the activations (``ForwardContext``), and the units in which a model's parameters are handled.
+"""Inputs of a forward pass besides the activations, and the units in which a model's parameters are handled."""
 
-A unit is a part of the model whose parameters are reduced, sharded and gathered together: the embedding, each block,
-the head. Its boundary notifies ``UnitEvents`` when its gradients are complete and which unit's parameters are read
-next.
-"""
+# A unit is a part of the model whose parameters are reduced, sharded and gathered together: the embedding, each block,
+# the head. Its boundary notifies ``UnitEvents`` when its gradients are complete and which unit is read next.
 
 from __future__ import annotations
 
@@ -55,13 +53,13 @@ class Cache(Protocol):
     """Interface of a KV cache for generation (``inference/decoder.py``)."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [s_new, m, 1, d] of a layer; return all keys and values so far [s, m, 1, d]."""
+        """Append k and v [s_new, m, 1, d] of a layer; return all so far [s, m, 1, d]."""
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """Return the position ids of the next ``num_new`` tokens, int64 [num_new] or [b, num_new]."""
+        """Return the position ids of the next ``num_new`` tokens, [num_new] or [b, num_new]."""
 
     def mask(self, groups: int, window: int | None) -> AttentionMask:
-        """Return the mask of a layer with this window, for ``groups`` groups of heads of each sequence; to be called after ``extend``."""
+        """Return a layer's mask for ``groups`` groups of heads, after ``extend``."""
 
 
 @dataclass
@@ -104,29 +102,20 @@ class ForwardContext:
 
 
 def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> RowMask:
-    """Return an attention mask in numbers of the host, by which sequences are dealt to cp ranks.
-
-    Args:
-        mask: mask of the micro-batch.
-        length: positions of its sequences.
-        window: window of the model's layers.
-    Raises:
-        RuntimeError: the lengths of the sequences are on a device only, for which the host would have to wait.
-    """
+    """Return an attention mask in numbers of the host; RuntimeError: its lengths are on a device alone."""
     lengths = mask.lengths_on_host()
-    if lengths is None and mask.key_lengths is not None:
-        raise RuntimeError(
-            "context parallelism plans by the lengths of the sequences, and the mask has them on the device alone"
-        )
+    if lengths is None and mask.key_lengths is not None:  # the host would have to wait
+        text = "context parallelism plans by the lengths of the sequences"
+        raise RuntimeError(f"{text}, and the mask has them on the device alone")
     window = mask.window if window is None else window
     return RowMask(length, mask.causal, window, mask.documents, lengths)
 
 
 class ResidualDropout(NamedTuple):
-    """Dropout of a branch before it joins the residual stream: the rate and the rows' keys, [s, b]."""
+    """Dropout of a branch before it joins the residual stream."""
 
     rate: float
-    rows: DropoutRows
+    rows: DropoutRows  # [s, b]
 
 
 def micro_batch_context(
@@ -154,10 +143,10 @@ def micro_batch_context(
 
 
 class UnitEvents(Protocol):
-    """Interface for notifications about the progress of a pass (implemented in ``optim/weights.py``)."""
+    """Receiver of notifications about the progress of a pass (``optim/weights.py``)."""
 
     def before_use(self, unit: int) -> None:
-        """Called when the parameters of a unit are about to be read, in a forward or a backward pass."""
+        """Called when the parameters of a unit are about to be read."""
 
     def backward_done(self, unit: int) -> None:
         """Called when all weight gradients of a unit are complete."""
@@ -166,17 +155,11 @@ class UnitEvents(Protocol):
 def unit_boundary(x: Tensor, events: UnitEvents | None, units: tuple[int, ...], below: tuple[int, ...] = ()) -> Tensor:
     """Return the input of a unit, which in backward reports that all of the unit's weight gradients are complete.
 
-    It does when its own gradient is complete, in a hook, which costs the host a fifth of an autograd function. They are complete then
-    because every op computes its weight gradient in the same backward as its input gradient, and
-    the unit's input gradient is computed last.
-
-    Args:
-        x: the unit's input.
-        events: receives the notifications; None: there are none.
-        units: index of the unit; of a block with experts its own and theirs.
-        below: the units whose backward comes next; empty if that reads no parameters, or recomputes its forward pass
-            first.
+    ``units``: of a block with experts its own and theirs; ``below``: those whose backward reads parameters next.
     """
+    # when its own gradient is complete, in a hook, which costs the host a fifth of an autograd function: every op
+    # computes its weight gradient in the same backward as its input gradient, and the unit's input gradient is computed
+    # last
     if events is not None and x.requires_grad:
         x = x.view_as(x) if x.is_leaf else x  # a leaf's hook may come before gradients that autograd accumulates itself
         x.register_hook(partial(_tell, events, units, below))

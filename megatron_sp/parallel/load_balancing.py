@@ -1,48 +1,46 @@
-"""Dealing of a row's chunks to cp ranks: each rank gets as many chunks as the others and about as much area, and as few documents as
-that allows.
+"""Dealing of work by attention area: a row's chunks to cp ranks, and a batch's rows to dp ranks (--balance-rows)."""
 
-The largest chunk first, each to the rank with the least so far: the longest-processing-time rule (Graham, 1969), which
-for a causal row and two chunks a rank is the zigzag. By itself it scatters a document over all ranks, and each of them
-then needs the keys of nearly all of it. So a chunk goes first of all to the rank that has most of its documents already,
-as long as that rank stays within 1 % of the mean area with its remaining places filled by the smallest chunks. Where
-that was too hopeful, swaps of two chunks bring the fullest rank down at the end.
-
-On rows of packed documents this sends about 60 % of the keys that the rule alone sends, in two thirds of the pieces, at
-the same balance (docs/benchmarks/context_plan.md).
-"""
+# Each rank gets as many chunks as the others and about as much area, and as few documents as that allows. The largest
+# chunk first, each to the rank with the least so far: the longest-processing-time rule (Graham, 1969), which for a
+# causal row and two chunks a rank is the zigzag. By itself it scatters a document over all ranks, and each of them then
+# needs the keys of nearly all of it. So a chunk goes first of all to the rank that has most of its documents already,
+# as long as that rank stays within 1 % of the mean area with its remaining places filled by the smallest chunks. Where
+# that was too hopeful, swaps of two chunks bring the fullest rank down at the end. On rows of packed documents this
+# sends about 60 % of the keys that the rule alone sends, at the same balance (docs/benchmarks/context_plan.md).
+#
+# Rows of packed documents have as many tokens, so that GEMMs are even, but a row of one long document may need a
+# hundred times the attention of a row of short ones, and all ranks wait for the slowest at the end of a step. Only who
+# computes a row changes with their dealing: the loss is a sum over the rows of a step, dropout is keyed by their ids,
+# and what is recorded of them is in the order of the global batch. Every rank finds the same order by itself, from the
+# lengths of the documents, so nothing is exchanged. Dynamic context parallelism (Megatron-LM #2282) and WLB-LLM
+# (arXiv:2503.17924) even out more, by other groups of ranks or other documents in a row; here groups stay, and so does
+# the order of the data.
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 _EXCESS = 0.01  # of the mean area: balance given up for keys that stay; 0.02 would keep hardly more of them
-_LIGHTEST = 4  # ranks with which the fullest one tries to swap: all of them take ten times as long for half a percent of balance
+# ranks with which the fullest one tries to swap: all of them take ten times as long for half a percent of balance
+_LIGHTEST = 4
 
 
 def deal_chunks(areas: Sequence[int], documents: Sequence[Mapping[int, int]], num_ranks: int) -> list[list[int]]:
-    """Deal chunks to ranks, the same number to each.
-
-    Args:
-        areas: area of each chunk; their number is a multiple of ``num_ranks``.
-        documents: those that lie in several chunks, as ``spread_over`` gives them.
-    Returns:
-        For each rank its chunks, in order.
-    """
-    hand = _Hands(areas, documents, num_ranks)
-    hand.deal()
-    hand.swap()
-    return [sorted(held) for held in hand.held]
+    """Return each rank's chunks, in order, the same number to each; ``documents`` are those of ``spread_over``."""
+    hands = _Hands(areas, documents, num_ranks)
+    hands.deal()
+    hands.swap()
+    return [sorted(held) for held in hands.held]
 
 
 def spread_over(documents: Iterable[tuple[int, int]], chunks: Sequence[tuple[int, int]]) -> list[dict[int, int]]:
-    """Return, for each document that lies in several chunks, these chunks and how many of its positions each has.
-
-    Args:
-        chunks: start and stop of each, in order, one after another.
-    """
+    """Return each document that lies in several chunks (start, stop): these, and its positions in each."""
     starts, found = [start for start, _ in chunks], []
     for start, stop in documents:
         first, last = bisect_right(starts, start) - 1, bisect_right(starts, stop - 1) - 1
@@ -118,11 +116,9 @@ class _Hands:
 
     def _strangers(self, chunk: int, source: int, target: int) -> int:
         # by how much less a chunk's documents are known to ``target`` than to ``source``
+        held = self.rows_held
         documents = self.documents_of[chunk]
-        return sum(
-            rows * (self.rows_held[name].get(source, 0) - self.rows_held[name].get(target, 0))
-            for name, rows in documents
-        )
+        return sum(rows * (held[name].get(source, 0) - held[name].get(target, 0)) for name, rows in documents)
 
     def _give(self, chunk: int, rank: int) -> None:
         self.held[rank].append(chunk)
@@ -135,3 +131,47 @@ class _Hands:
         self.loads[rank] -= self.areas[chunk]
         for name, rows in self.documents_of[chunk]:
             self.rows_held[name][rank] -= rows
+
+
+@dataclass(frozen=True)
+class RowDealer:
+    """Order in which the rows of a global batch are dealt to ranks, from the lengths of their documents."""
+
+    # tokens of each document of a sample, given its id; the same on every rank
+    document_lengths: Callable[[int], np.ndarray]
+    micro_batch_size: int  # b, rows per micro-batch and rank
+    dp_size: int
+    causal: bool = True
+    window: int | None = None
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        """Return the places of samples of a global batch, int64 [rows], in the order of ``data/loader.py :: deal``."""
+        return order_by_area(self.areas(ids), self.micro_batch_size, self.dp_size)
+
+    def areas(self, ids: np.ndarray) -> list[int]:
+        return [area_of_documents(self.document_lengths(i), self.causal, self.window) for i in ids.tolist()]
+
+
+def area_of_documents(lengths: np.ndarray, causal: bool, window: int | None) -> int:
+    """Return how many pairs of tokens see each other in a row of documents of these lengths."""
+    if not causal:
+        return int((lengths * lengths).sum())
+    # a token sees one key more than that before it, up to so many
+    grown = lengths if window is None else np.minimum(lengths, window)
+    return int((grown * (grown + 1) // 2 + (lengths - grown) * grown).sum())
+
+
+def order_by_area(areas: Sequence[int], micro_batch_size: int, dp_size: int) -> np.ndarray:
+    """Return the places of a global batch as they are dealt, b to each rank in turn; by index if that is as even."""
+    by_index = np.arange(len(areas))
+    held = deal_chunks(areas, (), dp_size)
+    of_ranks = by_index.reshape(-1, dp_size, micro_batch_size).swapaxes(0, 1)
+    largest_by_index = max(sum(areas[i] for i in rows.flat) for rows in of_ranks)
+    if max(sum(areas[i] for i in rows) for rows in held) >= largest_by_index:
+        return by_index
+    # a rank's rows in order of area, so that large ones are computed at the same time everywhere: with --zero-stage 2
+    # and 3 ranks wait for one another in every micro-batch
+    order = np.empty((len(areas) // (dp_size * micro_batch_size), dp_size, micro_batch_size), np.int64)
+    for rank, rows in enumerate(held):
+        order[:, rank] = np.reshape(sorted(rows, key=lambda i: (-areas[i], i)), (-1, micro_batch_size))
+    return np.sort(order, axis=2).reshape(-1)

@@ -1,9 +1,8 @@
-"""Parallel layout of a model as the layers on this rank see it: the tp, sp and cp groups, and how a sequence is split over them.
+"""Parallel layout of a model as the layers on this rank see it: its groups, and how a sequence is split over them."""
 
-A sequence of s positions is first dealt to the cp ranks in runs that follow from its mask (``context_plan.py``); a cp
-rank's share, L positions in order, is then split evenly over sp, and with tp_seq over tp. Shares may differ in length,
-and one may be empty; it is padded so that each rank has at least one row, of which no result depends on.
-"""
+# A sequence of s positions is first dealt to the cp ranks in runs that follow from its mask (``context_plan.py``); a cp
+# rank's share, L positions in order, is then split evenly over sp, and with tp_seq over tp. Shares may differ in
+# length, and one may be empty; it is padded so that each rank has at least one row, of which no result depends on.
 
 from __future__ import annotations
 
@@ -31,11 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """Positions of a sequence that a rank holds. Whatever has a value for each position goes through ``take``.
-
-    Attributes:
-        tp, sp, cp: the groups.
-    """
+    """Positions of a sequence that a rank holds. Whatever has a value for each position goes through ``take``."""
 
     # runs of positions of each cp rank, in order; with one cp rank a single run, the whole sequence
     shares: tuple[Runs, ...]
@@ -47,27 +42,22 @@ class SequenceCut:
     keys: tuple[Runs, ...] | None = None
 
     @cached_property
-    def runs(self) -> Runs:
-        """Runs of this cp rank's positions."""
+    def runs(self) -> Runs:  # of this cp rank's positions
         return self.shares[self.cp.rank]
 
     @cached_property
-    def whole(self) -> int:
-        """Number of positions of the sequence, s, of a slice those of its row."""
+    def whole(self) -> int:  # positions of the sequence, s, of a slice those of its row
         return self.row or sum(self.length_of(rank) for rank in range(len(self.shares)))
 
     @cached_property
-    def length(self) -> int:
-        """Number of real positions of this cp rank, L."""
+    def length(self) -> int:  # real positions of this cp rank, L
         return self.length_of(self.cp.rank)
 
     def length_of(self, cp_rank: int) -> int:
-        """Return the number of real positions of a cp rank."""
         return sum(stop - start for start, stop in self.shares[cp_rank])
 
     @cached_property
-    def padded(self) -> int:
-        """L with padding at the end, divisible by the number of parts: at least one row for each."""
+    def padded(self) -> int:  # L with padding at the end, in even parts of at least one row
         return self._padded(self.cp.rank)
 
     def _padded(self, cp_rank: int) -> int:
@@ -75,17 +65,17 @@ class SequenceCut:
 
     @cached_property
     def sp_slice(self) -> slice:
-        """This rank's rows of the padded share inside the tensor-parallel regions, the same on the whole tp group."""
-        each = self.padded // self.sp.size
-        return slice(self.sp.rank * each, (self.sp.rank + 1) * each)
+        # this rank's rows of the padded share inside the tensor-parallel regions, the same on the whole tp group
+        length = self.padded // self.sp.size
+        return slice(self.sp.rank * length, (self.sp.rank + 1) * length)
 
     @cached_property
     def tp_seq_slice(self) -> slice:
-        """This rank's rows outside the tensor-parallel regions."""
+        # this rank's rows outside the tensor-parallel regions
         inside = self.sp_slice
-        each = (inside.stop - inside.start) // self.tp.parts
-        start = inside.start + (self.tp.rank * each if self.tp.parts > 1 else 0)
-        return slice(start, start + each)
+        length = (inside.stop - inside.start) // self.tp.parts
+        start = inside.start + (self.tp.rank * length if self.tp.parts > 1 else 0)
+        return slice(start, start + length)
 
     def share(self, x: Tensor) -> Tensor:
         """Return this cp rank's positions, in order: [s, ...] -> [L, ...]."""
@@ -96,12 +86,12 @@ class SequenceCut:
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x[:0]
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this cp rank's positions, in order, with zeros after them: [s, ...] -> [padded, ...]."""
-        mine, missing = self.share(x), self.padded - self.length
-        return mine if missing == 0 else F.pad(mine, (0, 0) * (x.ndim - 1) + (0, missing))
+        """Return ``share`` with zeros behind: [s, ...] -> [padded, ...]."""
+        share, missing = self.share(x), self.padded - self.length
+        return share if missing == 0 else F.pad(share, (0, 0) * (x.ndim - 1) + (0, missing))
 
     def put_together(self, shares: list[Tensor]) -> Tensor:
-        """Return the sequence in order from the shares of all cp ranks, each [at least L of that rank, ...]: [s, ...]."""
+        """Return the sequence in order, [s, ...], from the shares of all cp ranks, each [L or more, ...]."""
         assert not self.row, "a slice is a part of a sequence, of which the others are not here"
         if len(shares) == 1:
             return shares[0][: self.whole]
@@ -111,7 +101,7 @@ class SequenceCut:
             for start, stop in runs:
                 parts.append((start, share[row : row + stop - start]))
                 row += stop - start
-        return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
+        return torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])])
 
     def place(self, position: int) -> tuple[int, int, int]:
         """Return who has a position: (cp rank, sp rank, row of that rank's ``sp_slice``)."""
@@ -124,29 +114,23 @@ class SequenceCut:
         raise ValueError(f"there is no position {position} in a sequence of {self.whole}")
 
     @cached_property
-    def num_tokens(self) -> int:
-        """Number of rows of ``tp_seq_slice`` that are not padding; they come first."""
-        mine = self.tp_seq_slice
-        return max(0, min(mine.stop, self.length) - mine.start)
+    def num_tokens(self) -> int:  # rows of ``tp_seq_slice`` that are not padding; they come first
+        rows = self.tp_seq_slice
+        return max(0, min(rows.stop, self.length) - rows.start)
 
     def row_of(self, position: int) -> int | None:
-        """Return the row of this rank's ``sp_slice`` that has a position; None if another cp or sp rank has it."""
+        """Return the row of this rank's ``sp_slice`` that has a position, if one has it."""
         cp_rank, sp_rank, row = self.place(position)
         return row if (cp_rank, sp_rank) == (self.cp.rank, self.sp.rank) else None
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Groups and modes of the parallel layers.
-
-    Attributes:
-        tp, sp, cp: the groups.
-        mode, num_chunks: how the Ulysses exchanges are split (``parallel/heads.py``).
-    """
+    """Groups and modes of the parallel layers."""
 
     tp: TensorParallel = NO_TP
     sp: SequenceParallel = NO_SP
-    mode: OverlapMode = "none"
+    mode: OverlapMode = "none"  # how Ulysses' exchanges are split (``heads.py``)
     num_chunks: int = 1
     recorder: Recorder | None = None  # recorder of collectives and computation (--report-overlap)
     cp: ContextParallel = NO_CP
@@ -157,39 +141,33 @@ class ParallelContext:
 
     @classmethod
     def of(
-        cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False,
-        recorder: Recorder | None = None, cp_chunks: int | None = None, cp_stages_ahead: int = 1, cp_keep_kv: bool = False,
-        stages: tuple[Stage, ...] = (), num_slices: int = 1, ep: ExpertParallel = NO_EP,
+        cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1,
+        overlap: bool = False, recorder: Recorder | None = None, cp_chunks: int | None = None, cp_stages_ahead: int = 1,
+        cp_keep_kv: bool = False, stages: tuple[Stage, ...] = (), num_slices: int = 1, ep: ExpertParallel = NO_EP,
     ) -> ParallelContext:  # fmt: skip
-        """Context of a rank's groups, for a model outside of any layer."""
+        """Return the context of a rank's groups, outside of any layer."""
         tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
         cp = ContextParallel(groups.cp, stages_ahead=cp_stages_ahead, keep_kv=cp_keep_kv)
         return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks, stages, num_slices, ep).in_layer(None)
 
     def in_layer(self, layer: int | None) -> ParallelContext:
-        """Return the context for a block, whose collectives and computation are recorded under its number."""
+        """Return the context for a block, under whose number collectives are recorded."""
         if self.recorder is None:
             return self
-        tp, sp = (
-            replace(self.tp, recorder=self.recorder.at("tp", layer)),
-            replace(self.sp, recorder=self.recorder.at("sp", layer)),
-        )
-        ep = replace(self.ep, recorder=self.recorder.at("ep", layer))
-        return replace(self, tp=tp, sp=sp, cp=replace(self.cp, recorder=self.recorder.at("cp", layer)), ep=ep)
+        tp, sp, cp, ep = (self.recorder.at(axis, layer) for axis in ("tp", "sp", "cp", "ep"))
+        return replace(
+            self, tp=replace(self.tp, recorder=tp), sp=replace(self.sp, recorder=sp), cp=replace(self.cp, recorder=cp),
+            ep=replace(self.ep, recorder=ep),
+        )  # fmt: skip
 
     def plan(self, sections: Sections, *, whole: bool = False) -> tuple[HeadChunk, ...]:
-        """Return the plan of the exchanges of one tp rank's heads; ``whole``: all heads in one chunk."""
+        """Return the plan of the exchanges of one tp rank's heads; ``whole``: all in one chunk."""
         in_pieces = self.cp.size > 1 or self.num_slices > 1
         mode = "none" if whole and self.mode == "chunked" else self.mode
         return tuple(plan_heads(sections, self.sp.size, mode, self.num_chunks, pairs=in_pieces))
 
     def cut(self, mask: RowMask, row_slice: RowSlice | None = None) -> SequenceCut:
-        """Return this rank's positions of a sequence: dealt to the cp ranks by the mask, then split over sp, then with tp_seq over tp.
-
-        Args:
-            mask: of the whole sequence.
-            row_slice: only of this slice of it, which is dealt and split as a sequence is.
-        """
+        """Return this rank's positions of a sequence, or of a slice: dealt to cp by the mask, split over sp and tp."""
         if row_slice is None:
             return SequenceCut(self._deal(mask, None), self.tp, self.sp, self.cp)
         by_slice = [self._deal(mask, part) for part in row_slice.runs[: row_slice.number + 1]]

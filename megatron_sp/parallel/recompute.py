@@ -1,4 +1,4 @@
-"""Activation recomputation (arXiv:1604.06174): only the inputs of a function are saved, not its intermediate tensors."""
+"""Activation recomputation (arXiv:1604.06174): only the inputs of a function are saved, no intermediates."""
 
 # Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without saving RNG states. The
 # exception is attention dropout inside a fused kernel, which draws from torch's generator.

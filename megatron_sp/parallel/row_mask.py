@@ -12,13 +12,10 @@ Runs = tuple[Run, ...]
 
 @dataclass(frozen=True)
 class RowMask:
-    """Attention mask of a row of positions, for the b sequences of a micro-batch.
+    """Attention mask of a row of positions, for the b sequences of a micro-batch; ValueError: it makes no sense.
 
-    Masks that mean the same are equal objects: a window that no query reaches the end of, lengths of full sequences and
-    a single document are None, and sequences that are all alike are described once.
-
-    Raises:
-        ValueError: a value is out of range, or two do not go together.
+    Masks that mean the same are equal objects: what changes nothing is None, and sequences that are alike are said
+    once.
     """
 
     length: int  # s, positions of the row
@@ -46,9 +43,9 @@ class RowMask:
             raise ValueError("documents and lengths need an entry for each sequence of the micro-batch, at least one")
         for sequence, ends in enumerate(self.documents or ()):
             if not ends or ends[-1] != s or ends[0] < 1 or any(a >= b for a, b in pairwise(ends)):
-                raise ValueError(
-                    f"ends of documents of sequence {sequence} must rise from at least 1 to the row's length {s}: {_few(ends)}"
-                )
+                few = str(list(ends)) if len(ends) <= 8 else f"[{', '.join(map(str, ends[:4]))}, ... {ends[-1]}]"
+                text = f"ends of documents of sequence {sequence} must rise from at least 1 to the row's length {s}"
+                raise ValueError(f"{text}: {few}")
         for sequence, length in enumerate(self.lengths or ()):
             if length < 0:
                 raise ValueError(f"sequence {sequence} has {length} real keys: 0 or more are possible")
@@ -64,12 +61,8 @@ class RowMask:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that differ in their keys; 1 if all b are alike."""
+        """Number of sequences that differ in their keys."""
         return len(self.documents or self.lengths or (None,))
-
-
-def _few(ends: tuple[int, ...]) -> str:
-    return str(list(ends)) if len(ends) <= 8 else f"[{', '.join(map(str, ends[:4]))}, ... {ends[-1]}]"
 
 
 def _once_if_alike(entries: tuple) -> tuple:  # type: ignore[type-arg]
@@ -77,11 +70,11 @@ def _once_if_alike(entries: tuple) -> tuple:  # type: ignore[type-arg]
 
 
 def merge_runs(runs: Iterable[Run]) -> Runs:
-    """Return the union of runs, in order; empty ones vanish, and those that touch become one."""
-    found: list[Run] = []
+    """Return the union of runs, in order; those that touch become one."""
+    merged: list[Run] = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)

@@ -1,19 +1,18 @@
-"""Slices of a row of positions, which go through a pipeline one after another, and the keys and values that they leave for those to come.
+"""Slices of a row of positions, which go through a pipeline one after another, with the keys of earlier ones."""
 
-    slice 0    queries 0 .. a     keys 0 .. a
-    slice 1    queries a .. b     keys 0 .. b      those of slice 0 are there
-    ...
-    backward: the last slice first; what it finds for the keys of earlier slices is added up, and each slice takes its sum
-
-Attention of a slice is that of context parallelism with more keys than queries (``context_plan.py``, ``context_parallel.py``): a
-rank's own are those of its earlier slices, too, and to others it sends what their queries see of all of them.
-
-Slices are not of the same length: a late query sees more keys than an early one, and a slice that takes longer than the
-others holds up the pipeline. So they are cut to take the same time.
-
-Sources: Seq1F1B (arXiv:2406.03488), which cuts by work as here; SlimPipe (arXiv:2504.14519) keeps slices equal, and sends
-attention's surplus to ranks that wait.
-"""
+#     slice 0    queries 0 .. a     keys 0 .. a
+#     slice 1    queries a .. b     keys 0 .. b      those of slice 0 are there
+#     ...
+#     backward: the last slice first; what it finds for earlier slices' keys is added up, and each slice takes its sum
+#
+# Attention of a slice is that of context parallelism with more keys than queries (``context_plan.py``): a rank's own
+# are those of its earlier slices, too, and to others it sends what their queries see of all of them.
+#
+# A late query sees more keys than an early one, and a slice that takes longer than the others holds up the pipeline. So
+# they are not of the same length, but cut to take the same time.
+#
+# Sources: Seq1F1B (arXiv:2406.03488), which cuts by work as here; SlimPipe (arXiv:2504.14519) keeps slices equal, and
+# sends attention's surplus to ranks that wait.
 
 from __future__ import annotations
 
@@ -29,54 +28,20 @@ from megatron_sp.parallel.context_plan import areas_before
 from megatron_sp.parallel.row_mask import RowMask, Run
 
 
-class KeysOfSlices:
-    """Keys and values of the slices of a micro-batch so far, for each layer, and the gradients that later slices have found for them."""
-
-    def __init__(self) -> None:
-        self._layers: dict[Hashable, LayerKeys] = {}
-
-    def of(self, layer: Hashable) -> LayerKeys:
-        """Return those of a layer, or of some of its heads."""
-        return self._layers.setdefault(layer, LayerKeys())
-
-
 class LayerKeys:
-    """Keys and values of the slices of a row so far, of this rank's positions."""
+    """Keys and values of the slices of a row so far, of one layer or some of its heads."""
 
     def __init__(self) -> None:
-        self._slices: dict[int, Tensor] = {}
-        self._grad: Tensor | None = None
+        self.slices: dict[int, Tensor] = {}  # [L, m, d + d_v] by number of the slice
+        self.grad: Tensor | None = None  # of all slices that are left, with what later ones have added
 
-    def add(self, index: int, kv: Tensor) -> Tensor:
-        """Add those of a slice; return ``so_far``. A second time changes nothing."""
-        self._slices.setdefault(index, kv)
-        return self.so_far(index)
 
-    def so_far(self, index: int) -> Tensor:
-        """Return those of the slices up to this one, in order."""
-        if index == 0:
-            return self._slices[0]
-        parts = [self._slices[number] for number in range(index + 1)]
-        whole = empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype, device=parts[0].device)
-        return torch.cat(parts, out=whole)
+class KeysOfSlices(dict[Hashable, LayerKeys]):
+    """Keys and values of the slices of a micro-batch so far, by layer or some of its heads."""
 
-    def gradient(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return where a slice adds to the gradients of ``so_far(index)``; zeros but for what later slices have added."""
-        rows = sum(self._slices[number].shape[0] for number in range(index + 1))
-        if self._grad is None:
-            like = self._slices[0]
-            self._grad = empty((rows, *like.shape[1:]), dtype=dtype, device=like.device).zero_()
-        return self._grad[:rows]
-
-    def take_gradient(self, index: int) -> Tensor:
-        """Return the gradient of a slice's own keys and values, which no other slice adds to any more, and forget the slice."""
-        assert self._grad is not None, "no slice has added anything"
-        own = self._slices.pop(index).shape[0]
-        rows = sum(kv.shape[0] for kv in self._slices.values())
-        mine = self._grad[rows : rows + own]
-        if index == 0:
-            self._grad = None
-        return mine
+    def __missing__(self, layer: Hashable) -> LayerKeys:
+        self[layer] = keys = LayerKeys()
+        return keys
 
 
 class SliceKeys(NamedTuple):
@@ -86,20 +51,38 @@ class SliceKeys(NamedTuple):
     layer: LayerKeys
 
     def add(self, kv: Tensor) -> Tensor:
-        """Add the slice's own, [L, m, d + d_v]; return those of all slices so far. In a recomputation they are there already."""
-        return self.layer.add(self.number, kv)
+        """Add the slice's own; return ``so_far``. A recomputation, which adds them again, changes nothing."""
+        self.layer.slices.setdefault(self.number, kv)
+        return self.so_far()
 
     def so_far(self) -> Tensor:
-        """Return those of all slices so far, [rows, m, d + d_v]."""
-        return self.layer.so_far(self.number)
+        """Return those of the slices up to this one, [rows, m, d + d_v]."""
+        if self.number == 0:
+            return self.layer.slices[0]
+        parts = [self.layer.slices[number] for number in range(self.number + 1)]
+        like = parts[0]
+        out = empty((sum(map(len, parts)), *like.shape[1:]), dtype=like.dtype, device=like.device)
+        return torch.cat(parts, out=out)
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
-        """Return where to add to their gradients, [rows, m, d + d_v]."""
-        return self.layer.gradient(self.number, dtype)
+        """Return where to add to the gradient of ``so_far``; later slices have added to it."""
+        layer = self.layer
+        rows = sum(layer.slices[number].shape[0] for number in range(self.number + 1))
+        if layer.grad is None:
+            like = layer.slices[0]
+            layer.grad = empty((rows, *like.shape[1:]), dtype=dtype, device=like.device).zero_()
+        return layer.grad[:rows]
 
     def take_gradient(self) -> Tensor:
         """Return the gradient of the slice's own, complete, and forget the slice."""
-        return self.layer.take_gradient(self.number)
+        layer = self.layer
+        assert layer.grad is not None, "no slice has added anything"
+        num_own = layer.slices.pop(self.number).shape[0]
+        rows = sum(kv.shape[0] for kv in layer.slices.values())
+        own = layer.grad[rows : rows + num_own]
+        if self.number == 0:
+            layer.grad = None
+        return own
 
 
 class RowSlice(NamedTuple):
@@ -111,25 +94,20 @@ class RowSlice(NamedTuple):
 
     def of(self, layer: Hashable) -> SliceKeys:
         """Return the keys of a layer, or of some of its heads."""
-        return SliceKeys(self.number, self.keys.of(layer))
+        return SliceKeys(self.number, self.keys[layer])
 
 
 @lru_cache(maxsize=64)
 def cut_into_slices(mask: RowMask, num_slices: int, pairs_per_position: float) -> tuple[Run, ...]:
     """Return slices of a row that take the same time, each of one position at least.
 
-    Args:
-        mask: causal; of the row.
-        pairs_per_position: time of all that is not attention at one position of a sequence, in that of a pair of a
-            query and a key.
-    Raises:
-        ValueError: there are fewer positions than slices, or the mask lets queries see later keys.
+    ``pairs_per_position``: time of all but attention at a position, in that of a pair of a query and a key. ValueError:
+    there are fewer positions than slices, or the mask lets queries see later keys.
     """
     s = mask.length
     if not mask.causal:
-        raise ValueError(
-            "slices of a row go through a pipeline one after another, and queries of this mask see keys of later slices"
-        )
+        text = "slices of a row go through a pipeline one after another"
+        raise ValueError(f"{text}, and queries of this mask see keys of later slices")
     if not 1 <= num_slices <= s:
         raise ValueError(f"a row of {s} positions cannot be cut into {num_slices} slices: at least one position each")
     area = areas_before(mask)

@@ -21,7 +21,7 @@ from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron_sp.parallel.row_balancing import RowDealer
+    from megatron_sp.parallel.load_balancing import RowDealer
 
 _ROWS_LOOKED_AT = 8  # for the warning of --balance-rows
 _READ_BY_THE_HOST = ("documents", "length")
@@ -63,7 +63,7 @@ def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | No
             "--balance-rows needs rows of packed documents whose lengths an index says, and this task's data have none:"
             " leave it out"
         )
-    from megatron_sp.parallel.row_balancing import RowDealer
+    from megatron_sp.parallel.load_balancing import RowDealer
 
     model = config.model
     return RowDealer(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_sp.data.loader import deal
 from megatron_sp.parallel.context_plan import plan_context
-from megatron_sp.parallel.row_balancing import RowDealer, area_of_documents, order_by_area
+from megatron_sp.parallel.load_balancing import RowDealer, area_of_documents, order_by_area
 from megatron_sp.parallel.row_mask import RowMask
 
 
