@@ -78,7 +78,7 @@ def peer_loss(family: str, model: Any, batch: Batch) -> Tensor:
 
 def take_our_weights(model: Any, family: str, shape: Shape) -> None:
     """Fill Hugging Face's model with what ours starts from."""
-    from megatron_sp.parallel.init import draw_normal, output_std
+    from megatron_sp.parallel.layers import draw_normal, output_std
 
     small = output_std(INIT_STD, shape["num_layers"])
     wanted = FAMILIES[family].names(shape)

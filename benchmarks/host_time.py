@@ -94,8 +94,7 @@ def one_of_two(chunks: int) -> Any:
 
     from megatron_sp.comm.collectives import Handle, done
     from megatron_sp.comm.groups import SINGLE_RANK
-    from megatron_sp.parallel.parallel_context import ParallelContext
-    from megatron_sp.parallel.sequence_parallel import SequenceParallel
+    from megatron_sp.parallel.parallel_context import ParallelContext, SequenceParallel
 
     class Copies(SequenceParallel):
         size, rank = 2, 0  # type: ignore[assignment]

@@ -279,9 +279,9 @@ class Training:
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
-        from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
         from megatron_sp.parallel.forward_context import TABLE
         from megatron_sp.parallel.layers import attach_main_grad, shard_specs
+        from megatron_sp.parallel.parallel_context import NO_EP, ExpertParallel
         from megatron_sp.parallel.parallel_context import ParallelContext as Parallel
         from megatron_sp.training.pipelined import Pipeline
         from megatron_sp.training.sharding import pools_of_model, units_together

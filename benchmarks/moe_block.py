@@ -252,8 +252,8 @@ class Ours:
         from megatron_sp.ops.routing import RoutingSpec
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
-        from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
         from megatron_sp.parallel.experts import ExpertPlan
+        from megatron_sp.parallel.parallel_context import NO_EP, ExpertParallel
 
         ranks, shape, given = task["ranks"], task["shape"], weights_of(task)
         ep = NO_EP

@@ -260,8 +260,7 @@ class OurBlock:
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.parallel.forward_context import ForwardContext
         from megatron_sp.parallel.layers import Norm
-        from megatron_sp.parallel.parallel_context import ParallelContext
-        from megatron_sp.parallel.sequence_parallel import SequenceParallel
+        from megatron_sp.parallel.parallel_context import ParallelContext, SequenceParallel
 
         config = model_config(shape)
         layout = ParallelContext(sp=SequenceParallel(group, overlap), mode=mode, num_chunks=chunks)
@@ -277,11 +276,11 @@ class OurBlock:
 
     def once(self, x: Any, grad: Any) -> list[Any]:
         from megatron_sp.comm.collectives import Handle
-        from megatron_sp.parallel import sequence_parallel
+        from megatron_sp.parallel import all_to_all
 
-        real = sequence_parallel.all_to_all_async
+        real = all_to_all.all_to_all_async
         if not self.exchanges:
-            sequence_parallel.all_to_all_async = lambda send, a, receive, c, group: Handle(None, receive, "nothing")  # type: ignore[assignment]
+            all_to_all.all_to_all_async = lambda send, a, receive, c, group: Handle(None, receive, "nothing")  # type: ignore[assignment]
         try:
             x = x.detach().requires_grad_()
             for param in self.params:
@@ -289,7 +288,7 @@ class OurBlock:
             y, _ = self.attention(x, self.ctx, self.norm.in_front(), None)
             y.backward(grad)
         finally:
-            sequence_parallel.all_to_all_async = real
+            all_to_all.all_to_all_async = real
         return [y.detach(), x.grad, *(p.grad for p in self.params)]
 
 

@@ -12,14 +12,14 @@ def drawn_on(device: Any) -> Iterator[None]:
     """Models of ours that are built inside have weights of the right spread, in bf16, which are those of no seed."""
     import torch
 
-    from megatron_sp.parallel import init
+    from megatron_sp.parallel import layers
 
     def draw(shape: tuple[int, ...], std: float, seed: int, name: str) -> Any:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(std)
 
-    before = init.draw_normal
-    init.draw_normal = draw  # type: ignore[assignment]
+    before = layers.draw_normal
+    layers.draw_normal = draw  # type: ignore[assignment]
     try:
         yield
     finally:
-        init.draw_normal = before
+        layers.draw_normal = before

@@ -190,8 +190,7 @@ class Replay:
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.parallel.layers import attach_main_grad
-        from megatron_sp.parallel.parallel_context import ParallelContext
-        from megatron_sp.parallel.sequence_parallel import SequenceParallel
+        from megatron_sp.parallel.parallel_context import ParallelContext, SequenceParallel
 
         config = ModelConfig(
             num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],

@@ -235,7 +235,7 @@ def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of the experts of a pipeline stage (``parallel/expert_parallel.py``)."""
+    """Groups of the experts of a pipeline stage (``parallel/parallel_context.py``)."""
 
     ep: Group  # ranks that have different experts
     replicas: Group  # ranks that have the same ones, and other tokens

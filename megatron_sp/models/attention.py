@@ -40,8 +40,7 @@ from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.attention_core import Core, Heads, KernelCall
 from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout
 from megatron_sp.parallel.heads import Sections, Share, is_uniform, key_of_each_query
-from megatron_sp.parallel.init import WeightInit, output_std
-from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
+from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear, WeightInit, output_std
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor_parallel import TensorParallel

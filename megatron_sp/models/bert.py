@@ -27,8 +27,7 @@ from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
-from megatron_sp.parallel.init import WeightInit
-from megatron_sp.parallel.layers import Norm, ParallelLMHead
+from megatron_sp.parallel.layers import Norm, ParallelLMHead, WeightInit
 from megatron_sp.parallel.linear import column_linear, rows_of
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.numbers import round_up

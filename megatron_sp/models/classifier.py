@@ -15,7 +15,7 @@ from megatron_sp.models.language_model import LanguageModel, OnUnit
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
-from megatron_sp.parallel.init import WeightInit
+from megatron_sp.parallel.layers import WeightInit
 from megatron_sp.parallel.parallel_context import ParallelContext
 
 NEW_PARAMETERS = ("classification_head.", "pooler.")

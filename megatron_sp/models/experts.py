@@ -20,13 +20,11 @@ from megatron_sp.ops.expert_mlp import ExpertWeights
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.routing import RoutingSpec
-from megatron_sp.parallel.expert_parallel import ExpertParallel
 from megatron_sp.parallel.experts import ExpertPlan, expert_mlp
 from megatron_sp.parallel.experts import Router as RouterWeights
 from megatron_sp.parallel.forward_context import ForwardContext
-from megatron_sp.parallel.init import WeightInit, output_std
-from megatron_sp.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.layers import ColumnParallelLinear, RowParallelLinear, WeightInit, output_std
+from megatron_sp.parallel.parallel_context import ExpertParallel, ParallelContext
 from megatron_sp.parallel.router_pass import BalanceSpec, RouterStep
 
 

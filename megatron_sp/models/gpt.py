@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import last_position, whole_sequence
-from megatron_sp.parallel.init import WeightInit
-from megatron_sp.parallel.layers import ParallelLMHead, VocabParallelEmbedding
+from megatron_sp.parallel.layers import ParallelLMHead, VocabParallelEmbedding, WeightInit
 from megatron_sp.parallel.lm_head import HeadLoss
 
 

@@ -28,8 +28,7 @@ from megatron_sp.parallel.forward_context import (
     row_mask,
     unit_boundary,
 )
-from megatron_sp.parallel.init import WeightInit
-from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
+from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding, WeightInit
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
 from megatron_sp.parallel.pipeline_stages import Stage, whole_model
 from megatron_sp.parallel.recompute import recompute

@@ -25,8 +25,7 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout, Unit
-from megatron_sp.parallel.init import WeightInit, output_std
-from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
+from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear, WeightInit, output_std
 from megatron_sp.parallel.linear import mlp
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.tensor_parallel import TensorParallel

@@ -45,7 +45,7 @@ from megatron_sp.ops.partial_attention import (
     wide_dtype,
 )
 from megatron_sp.parallel.context_plan import ContextPlan, Run
-from megatron_sp.parallel.sequence_parallel import ContextParallel
+from megatron_sp.parallel.parallel_context import ContextParallel
 from megatron_sp.parallel.sequence_slices import SliceKeys
 
 

@@ -18,7 +18,7 @@ from megatron_sp.comm.collectives import Handle, done
 from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.expert_mlp import Choices
 from megatron_sp.ops.routing import Routed
-from megatron_sp.parallel.expert_parallel import ExpertParallel
+from megatron_sp.parallel.parallel_context import ExpertParallel
 from megatron_sp.utils.numbers import round_up
 
 _ALIGN_BYTES = 16

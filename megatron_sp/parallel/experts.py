@@ -31,8 +31,8 @@ from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_gradients
 from megatron_sp.ops.routing import RoutingSpec, logits_backward, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
-from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.linear import multiply, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.parallel_context import NO_EP, ExpertParallel
 from megatron_sp.parallel.router_pass import FirstPass, RouterPass
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
+from megatron_sp.comm.collectives import all_reduce_async
+from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
+from megatron_sp.comm.groups import expert_groups as groups_of_experts
+from megatron_sp.parallel.all_to_all import AllToAllGroup
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, Sections, plan_heads
 from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
-from megatron_sp.parallel.sequence_parallel import NO_CP, NO_SP, ContextParallel, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.utils.numbers import round_up
 
@@ -26,6 +27,62 @@ if TYPE_CHECKING:
     from megatron_sp.comm.recorder import Recorder
     from megatron_sp.parallel.pipeline_stages import Stage
     from megatron_sp.parallel.sequence_slices import RowSlice
+
+
+@dataclass(frozen=True)
+class SequenceParallel(AllToAllGroup):
+    """The sp group, over which each sequence, or each cp rank's share of it, is split."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:  # in place
+        if self.size == 1:
+            return x
+        flight = None
+        if self.recorder is not None:
+            flight = self.recorder.start("all_reduce", (x.numel(),), (x.numel(),), x.dtype, "norm statistics")
+        return all_reduce_async(x, self.group).recorded(flight).wait()
+
+
+@dataclass(frozen=True)
+class ContextParallel(AllToAllGroup):
+    """The cp group, over which the positions of each sequence are dealt."""
+
+    overlap: bool = True
+    # number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all keys and
+    # values are gathered first.
+    stages_ahead: int = 1
+    keep_kv: bool = False  # keep the received keys and values for backward instead of sending them again
+
+
+@dataclass(frozen=True)
+class ExpertParallel(AllToAllGroup):
+    """The ep group, over which the experts of each layer are dealt, and how its exchanges are run."""
+
+    # Experts are dealt to ``ep`` neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too; the rest of
+    # these axes has replicas of the same experts. Without tp_seq the ranks of a tp group have the same tokens and compute
+    # alike.
+    #
+    #     ranks of a stage   d0c0s0  d0c0s1  d1c0s0  d1c0s1        (dp 2, sp 2)
+    #     ep 2               experts 0-3, 4-7, 0-3, 4-7             groups of neighbours; replicas: every second rank
+
+    replicas: Group = SINGLE_RANK  # the ranks that have the same experts as this one, and other tokens
+    sequence: Group = SINGLE_RANK  # the ranks that have other positions of the same sequences
+    tokens: Group = SINGLE_RANK  # the ranks that have other tokens, of these sequences or of others
+    # this rank's tokens are its own, so that it counts them: with several tp ranks that have the same tokens only the
+    # first
+    counts: bool = True
+    chunks: int = 1  # parts of a rank's tokens that are sent and computed in turn
+
+    @classmethod
+    def create(
+        cls, groups: ParallelGroups, ep_size: int = 1, *, tp_seq: bool = False, chunks: int = 1, check: bool = False
+    ) -> ExpertParallel:
+        """Make the groups for ``ep_size`` ranks; ``tp_seq``: the tp ranks have different tokens. Collective."""
+        made = groups_of_experts(groups, ep_size, over_tp=tp_seq, check=check)
+        counts = tp_seq or groups.tp_rank == 0
+        return cls(made.ep, True, None, made.replicas, made.sequence, made.tokens, counts, chunks)
+
+
+NO_SP, NO_CP, NO_EP = SequenceParallel(), ContextParallel(), ExpertParallel()
 
 
 @dataclass(frozen=True)

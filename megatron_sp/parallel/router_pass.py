@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.ops.routing import RoutingSpec, balance_scores, count_chosen, margins
 from megatron_sp.parallel.expert_exchange import Numbers
-from megatron_sp.parallel.expert_parallel import ExpertParallel
+from megatron_sp.parallel.parallel_context import ExpertParallel
 
 BalanceKind = Literal["none", "sequence", "global"]
 Key = tuple[int, int]  # layer, slice of the sequence

@@ -44,7 +44,7 @@ from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.parallel.attention_core import Call, Core, Graph, Shared, attend, attend_backward
 from megatron_sp.parallel.heads import HeadChunk, Message
 from megatron_sp.parallel.linear import projected, projected_by
-from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
+from megatron_sp.parallel.parallel_context import NO_SP, SequenceParallel
 from megatron_sp.parallel.split_projection import (
     HeadColumns,
     project_back_to_ranks,

@@ -27,7 +27,7 @@ from megatron_sp.comm.groups import Group, NcclOptions, ParallelGroups, destroy_
 from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
 from megatron_sp.config.rules import NCCL_ON_CPU, drop_flash, drop_nccl
 from megatron_sp.config.schema import Config
-from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
+from megatron_sp.parallel.parallel_context import NO_EP, ExpertParallel
 from megatron_sp.training.kernel_selection import require_attention, require_fused_kernels
 from megatron_sp.utils import streams
 from megatron_sp.utils.entry_point import first_words, is_out_of_memory, leave

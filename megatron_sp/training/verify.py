@@ -37,8 +37,7 @@ from megatron_sp.models.experts import expert_biases
 from megatron_sp.ops.attention_choice import choose_kernel
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, micro_batch_context
-from megatron_sp.parallel.init import name_generator
-from megatron_sp.parallel.layers import shard_specs
+from megatron_sp.parallel.layers import name_generator, shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.router_pass import RouterStep, Watched
 from megatron_sp.training.kernel_selection import use_of

@@ -18,8 +18,7 @@ from megatron_sp.inference.decoder import KVCache, StepPass
 from megatron_sp.models.attention import SelfAttention
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
-from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.parallel.sequence_parallel import ContextParallel
+from megatron_sp.parallel.parallel_context import ContextParallel, ParallelContext
 from megatron_sp.utils.errors import ConfigError
 
 MODES = ("none", "split-qkv", "chunked")

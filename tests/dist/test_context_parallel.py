@@ -25,8 +25,8 @@ from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 from megatron_sp.parallel import all_to_all, context_parallel
 from megatron_sp.parallel.context_parallel import ContextAttention, _Message, context_attention
 from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
+from megatron_sp.parallel.parallel_context import NO_CP, ContextParallel
 from megatron_sp.parallel.row_mask import RowMask
-from megatron_sp.parallel.sequence_parallel import NO_CP, ContextParallel
 
 D = 4
 

@@ -23,11 +23,10 @@ from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel import attention_block as block_module
 from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.attention_core import Core
-from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.heads import Sections, Share, key_of_each_query, plan_heads
-from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.linear import column_linear, embedding, row_linear
 from megatron_sp.parallel.lm_head import lm_head_loss
-from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
+from megatron_sp.parallel.parallel_context import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.parallel.ulysses import AttentionPlan
 

@@ -14,8 +14,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder, WallClock
 from megatron_sp.ops.routing import Routed, RoutingSpec, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
-from megatron_sp.parallel.expert_parallel import ExpertParallel
-from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.parallel_context import ExpertParallel, ParallelContext
 
 E, H = 12, 5
 

@@ -27,7 +27,7 @@ from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.attention_core import Core
 from megatron_sp.parallel.heads import Sections, plan_heads
 from megatron_sp.parallel.lm_head import lm_head_loss
-from megatron_sp.parallel.sequence_parallel import SequenceParallel
+from megatron_sp.parallel.parallel_context import SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.parallel.ulysses import AttentionPlan
 

@@ -104,10 +104,10 @@ def install_large(device: Device) -> None:
     """Draw no initial weights and no bits to compare them by, and hand no contents of large tensors to the host."""
     import sys
 
-    from megatron_sp.parallel import init
+    from megatron_sp.parallel import layers
     from megatron_sp.training.sharding import Fingerprint
 
-    drawn = init.draw_normal
+    drawn = layers.draw_normal
 
     def draw_normal(shape: tuple[int, ...], *_: Any) -> Tensor:
         return torch.empty(shape, device="meta")

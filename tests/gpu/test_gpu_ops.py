@@ -17,8 +17,7 @@ from megatron_sp.ops.dropout import DropoutKeys, hash_dropout, keep_mask
 from megatron_sp.ops.main_grad import put_product
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
-from megatron_sp.parallel.embedding import embedding
-from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.linear import column_linear, embedding, row_linear
 from megatron_sp.parallel.lm_head import default_chunk_tokens, lm_head_loss
 from megatron_sp.parallel.split_projection import project_to_ranks
 

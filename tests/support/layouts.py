@@ -32,10 +32,9 @@ from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork, WholeWeights
-from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.forward_context import TABLE, ForwardContext
 from megatron_sp.parallel.layers import attach_main_grad, shard_specs, table_names
-from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.parallel_context import NO_EP, ExpertParallel, ParallelContext
 from megatron_sp.parallel.pipeline_plan import PipelineKind
 from megatron_sp.parallel.pipeline_stages import deal_layers
 from megatron_sp.parallel.router_pass import RouterStep

@@ -41,7 +41,7 @@ class Suite(NamedTuple):
 SUITES = {
     "layers": Suite(
         (
-            "comm/collectives.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/embedding.py", "parallel/tensor_parallel.py",
+            "comm/collectives.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/tensor_parallel.py",
             "parallel/ulysses.py", "parallel/attention_core.py", "parallel/attention_block.py", "parallel/split_projection.py",
             "parallel/chunked_mlp.py", "parallel/heads.py", "parallel/parallel_context.py", "models/attention.py", "models/transformer.py",
             "ops/main_grad.py",
@@ -90,7 +90,7 @@ SUITES = {
     "experts": Suite(
         (
             "models/experts.py", "ops/expert_mlp.py", "ops/routing.py", "parallel/expert_exchange.py", "parallel/experts.py",
-            "parallel/expert_parallel.py", "parallel/router_pass.py",
+            "parallel/router_pass.py",
         ),
         (
             "tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py", "tests/unit/models/test_model_experts.py",

@@ -19,7 +19,7 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.parallel.attention_core import Core
 from megatron_sp.parallel.heads import OverlapMode, Sections, Share, plan_heads
-from megatron_sp.parallel.sequence_parallel import SequenceParallel
+from megatron_sp.parallel.parallel_context import SequenceParallel
 from megatron_sp.parallel.ulysses import AttentionPlan, HeadsPass
 from megatron_sp.utils.numbers import round_up
 

@@ -22,8 +22,8 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.ops.partial_attention_choice import piece_kernel
 from megatron_sp.parallel.context_parallel import context_attention
 from megatron_sp.parallel.context_plan import cut_row, plan_context
+from megatron_sp.parallel.parallel_context import ContextParallel
 from megatron_sp.parallel.row_mask import RowMask
-from megatron_sp.parallel.sequence_parallel import ContextParallel
 from megatron_sp.schedule.apply.sequences import Cut
 from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.utils.errors import ConfigError

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.embedding import embedding
-from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.linear import column_linear, embedding, row_linear
 from megatron_sp.parallel.mappings import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.schedule.apply.plan import ApplyJob, SplitPlan, joined

@@ -19,7 +19,7 @@ from megatron_sp.config.presets import PRESETS, preset_named
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.estimate.flops import count_parameters
 from megatron_sp.models import bert, gpt
-from megatron_sp.parallel import init
+from megatron_sp.parallel import layers
 from megatron_sp.training.resume import check_model, take_model
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
@@ -63,7 +63,7 @@ def test_the_width_of_a_head() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_number_is_that_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every parameter of the whole model is made, without storage; the rows that pad the vocabulary are not counted."""
-    monkeypatch.setattr(init, "draw_normal", lambda shape, *_: torch.empty(shape, device="meta"))
+    monkeypatch.setattr(layers, "draw_normal", lambda shape, *_: torch.empty(shape, device="meta"))
     preset = PRESETS[name]
     config = ModelConfig(**preset.flags, model_family=preset.family, make_vocab_size_divisible_by=1)
     make = bert.BertModel if preset.family == "bert" else gpt.GPTModel

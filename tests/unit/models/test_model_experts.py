@@ -13,9 +13,8 @@ from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.experts import StackedLinear
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.optim.flat import FlatUnit
-from megatron_sp.parallel.expert_parallel import NO_EP
-from megatron_sp.parallel.init import WeightInit
-from megatron_sp.parallel.layers import shard_specs
+from megatron_sp.parallel.layers import WeightInit, shard_specs
+from megatron_sp.parallel.parallel_context import NO_EP
 
 SHAPE: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 6, "moe_shared_expert_intermediate_size": 4}
 

@@ -26,9 +26,8 @@ from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.forward_context import ForwardContext, row_mask
 from megatron_sp.parallel.layers import ParallelLMHead
 from megatron_sp.parallel.lm_head import HeadLoss
-from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.parallel_context import ContextParallel, ParallelContext, SequenceParallel
 from megatron_sp.parallel.row_mask import RowMask
-from megatron_sp.parallel.sequence_parallel import ContextParallel, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 BATCH = 3

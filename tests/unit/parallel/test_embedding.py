@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.errors import FP64, assert_law, law_error
 from support.op_checks import PoisonedSink, gradients, leaves, randn
 
-from megatron_sp.parallel.embedding import embedding
+from megatron_sp.parallel.linear import embedding
 
 ROWS, H = 11, 5
 

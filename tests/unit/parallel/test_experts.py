@@ -15,8 +15,8 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import ExpertWeights
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.ops.routing import RoutingSpec
-from megatron_sp.parallel.expert_parallel import NO_EP
 from megatron_sp.parallel.experts import ExpertPlan, Router, expert_mlp
+from megatron_sp.parallel.parallel_context import NO_EP
 from megatron_sp.parallel.router_pass import BalanceKind, BalanceSpec, RouterStep, TermWeights
 
 S, B, H, F, E, SHARED = 7, 3, 8, 5, 6, 4

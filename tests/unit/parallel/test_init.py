@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import tiny
 
-from megatron_sp.parallel.init import draw_normal, output_std
+from megatron_sp.parallel.layers import draw_normal, output_std
 
 PINNED = [0.1485742, -0.624848, 0.7518615, -0.5949003]
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.ops.activation import Activation
-from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import (
     ColumnParallelLinear,
     Norm,
@@ -22,6 +21,7 @@ from megatron_sp.parallel.layers import (
     RowParallelLinear,
     Table,
     VocabParallelEmbedding,
+    WeightInit,
     attach_main_grad,
     shard_specs,
 )  # fmt: skip

@@ -19,7 +19,7 @@ from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.attention_core import Core
 from megatron_sp.parallel.heads import Sections, Share, plan_heads
-from megatron_sp.parallel.sequence_parallel import NO_SP
+from megatron_sp.parallel.parallel_context import NO_SP
 from megatron_sp.parallel.ulysses import AttentionPlan, add
 
 S, B, H, R, G, D = 5, 2, 7, 3, 2, 4

@@ -22,7 +22,7 @@ from megatron_sp.comm.groups import destroy_process_group
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.estimate.flops import step_flops_per_token
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.parallel import init
+from megatron_sp.parallel import layers
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
@@ -281,8 +281,8 @@ def test_models_of_a_gpu_step_have_the_parameters_of_their_peers(name: str) -> N
 
 def test_weights_are_drawn_on_a_device() -> None:
     with device_weights.drawn_on("meta"):
-        assert init.draw_normal((4, 3), 0.02, 1, "weight").device.type == "meta"
-    assert init.draw_normal((4, 3), 0.02, 1, "weight").dtype == torch.float32
+        assert layers.draw_normal((4, 3), 0.02, 1, "weight").device.type == "meta"
+    assert layers.draw_normal((4, 3), 0.02, 1, "weight").dtype == torch.float32
 
 
 def test_the_attention_kernels_run_or_say_what_they_need(tmp_path: Path) -> None:
