@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -83,17 +84,8 @@ class _Params(NamedTuple):
     b2: Tensor | None
 
 
-class _Grads(NamedTuple):
-    # gradients for autograd, and flags of those that are needed, in the order of the op's tensors
-    x: Any
-    onto: Any
-    row_keys: Any
-    norm_weight: Any
-    norm_bias: Any
-    w1: Any
-    b1: Any
-    w2: Any
-    b2: Any
+# gradients for autograd, and flags of those that are needed, in the order of the op's tensors
+_Grads = namedtuple("_Grads", "x onto row_keys norm_weight norm_bias w1 b1 w2 b2")
 
 
 class _ChunkedMLP(torch.autograd.Function):

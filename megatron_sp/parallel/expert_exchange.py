@@ -182,9 +182,6 @@ class RowExchange:
         sent = grad[journey.tokens].index_select(0, journey.sent)
         return self._exchange("gradients of results", sent, journey.send_counts, journey.receive_counts)
 
-    def received_grads(self, arrived: Tensor) -> Tensor:
-        return arrived.view(-1, self._form.width)
-
     def send_row_grads(self, grad_x: Tensor, grad_weights: Tensor, journey: Journey) -> Handle:
         form = self._form
         if not self._moves:

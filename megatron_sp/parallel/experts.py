@@ -269,7 +269,7 @@ class _Backward:
         grads = ExpertGrads(self.params.experts, need, self.main_grad)
         under_way: tuple[Handle, Journey] | None = None
         for index, (journey, choices) in enumerate(self.trips):
-            arrived = exchange.received_grads(coming.pop().wait())
+            arrived = coming.pop().wait().view(-1, grad2.shape[1])
             if index + 1 < len(self.trips):
                 coming.append(exchange.send_grads(grad2, self.trips[index + 1].journey))
             rows = exchange.rows_of(self.rows[index], a, journey)

@@ -1,4 +1,4 @@
-"""Inputs of a forward pass besides the activations, and the units in which a model's parameters are handled."""
+"""Inputs of a forward pass besides the activations, and the units of a model."""
 
 # A unit is a part of the model whose parameters are reduced, sharded and gathered together: the embedding, each block,
 # the head. Its boundary notifies ``UnitEvents`` when its gradients are complete and which unit is read next.
@@ -28,7 +28,7 @@ TABLE = "table"  # unit of an embedding's table that the first and the last rank
 
 
 class StageInput(NamedTuple):
-    """A stage of a pipeline, and what has been computed for it."""
+    """Stage of a pipeline, and what has been computed for it."""
 
     stage: Stage
     # [s/parts, b, h], the output of the stage before; None for the first stage. With ``part`` "head" the output of this
@@ -39,7 +39,7 @@ class StageInput(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A part of the model whose parameters are reduced, sharded and gathered together."""
+    """Part of the model whose parameters are handled together."""
 
     name: str
     module: nn.Module
@@ -50,21 +50,21 @@ class Unit(NamedTuple):
 
 
 class Cache(Protocol):
-    """Interface of a KV cache for generation (``inference/decoder.py``)."""
+    """Interface of a KV cache."""
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [s_new, m, 1, d] of a layer; return all so far [s, m, 1, d]."""
+    # append k and v [s_new, m, 1, d] of a layer; return all so far [s, m, 1, d]
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """Return the position ids of the next ``num_new`` tokens, [num_new] or [b, num_new]."""
+    # position ids of the next ``num_new`` tokens, int64 [num_new] or [b, num_new]
+    def positions(self, num_new: int, device: torch.device) -> Tensor: ...
 
-    def mask(self, groups: int, window: int | None) -> AttentionMask:
-        """Return a layer's mask for ``groups`` groups of heads, after ``extend``."""
+    # mask of a layer with this window, for groups of heads of each sequence; to be called after ``extend``
+    def mask(self, groups: int, window: int | None) -> AttentionMask: ...
 
 
 @dataclass
 class ForwardContext:
-    """Inputs of a forward pass besides the activations."""
+    """What a forward pass needs besides activations."""
 
     mask: AttentionMask
     kernel: KernelName = "sdpa"
@@ -102,7 +102,7 @@ class ForwardContext:
 
 
 def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> RowMask:
-    """Return an attention mask in numbers of the host; RuntimeError: its lengths are on a device alone."""
+    """Return an attention mask in numbers of the host."""
     lengths = mask.lengths_on_host()
     if lengths is None and mask.key_lengths is not None:  # the host would have to wait
         text = "context parallelism plans by the lengths of the sequences"
@@ -112,7 +112,7 @@ def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> Row
 
 
 class ResidualDropout(NamedTuple):
-    """Dropout of a branch before it joins the residual stream."""
+    """Dropout of a branch before it joins the stream."""
 
     rate: float
     rows: DropoutRows  # [s, b]
@@ -122,11 +122,9 @@ def micro_batch_context(
     batch: MicroBatch, *, seed: int, step: int | Tensor, drops: bool, kernel: KernelName, causal: bool = True,
     repeats_attention: bool = False,
 ) -> ForwardContext:  # fmt: skip
-    """Create the forward context of a micro-batch, with dropout if ``drops``; ``step`` may be a scalar on the device.
-
-    A batch may have ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the
-    ``length`` [b] of each sequence, after which there is padding.
-    """
+    """Create the forward context of a micro-batch, with dropout if ``drops``."""
+    # a batch may have ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the
+    # ``length`` [b] of each sequence, after which there is padding; ``step`` may be on the device
     keys = None
     if drops:
         positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
@@ -143,23 +141,21 @@ def micro_batch_context(
 
 
 class UnitEvents(Protocol):
-    """Receiver of notifications about the progress of a pass (``optim/weights.py``)."""
+    """Receiver of notifications."""
 
-    def before_use(self, unit: int) -> None:
-        """Called when the parameters of a unit are about to be read."""
+    # the parameters of a unit are about to be read, in a forward or a backward pass
+    def before_use(self, unit: int) -> None: ...
 
-    def backward_done(self, unit: int) -> None:
-        """Called when all weight gradients of a unit are complete."""
+    # all weight gradients of a unit are complete
+    def backward_done(self, unit: int) -> None: ...
 
 
 def unit_boundary(x: Tensor, events: UnitEvents | None, units: tuple[int, ...], below: tuple[int, ...] = ()) -> Tensor:
-    """Return the input of a unit, which in backward reports that all of the unit's weight gradients are complete.
-
-    ``units``: of a block with experts its own and theirs; ``below``: those whose backward reads parameters next.
-    """
-    # when its own gradient is complete, in a hook, which costs the host a fifth of an autograd function: every op
-    # computes its weight gradient in the same backward as its input gradient, and the unit's input gradient is computed
-    # last
+    """Return a unit's input, which in backward reports that its gradients are complete."""
+    # units: of a block with experts its own and theirs. below: those whose backward comes next, none if it reads
+    # nothing. The report comes when the input's own gradient is complete, in a hook, which costs the host a fifth of an
+    # autograd function: every op computes its weight gradient in the same backward as its input gradient, and the
+    # unit's input gradient is computed last
     if events is not None and x.requires_grad:
         x = x.view_as(x) if x.is_leaf else x  # a leaf's hook may come before gradients that autograd accumulates itself
         x.register_hook(partial(_tell, events, units, below))

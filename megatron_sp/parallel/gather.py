@@ -1,4 +1,4 @@
-"""Gathering of tensors split over ranks, for heads that all ranks compute alike and for inference."""
+"""Gathering of tensors split over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 
 def gather_positions(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather the positions of all tp ranks: [s/parts, ...] -> [s, ...]."""
+    """Gather tp ranks' positions: [s/parts, ...] -> [s, ...]."""
     # backward slices this rank's positions from the gradient, without a sum: later layers must produce the same full
     # gradient on every rank of the group
     return x if tp.parts == 1 else _GatherPositions.apply(x, tp)
@@ -33,7 +33,8 @@ class _GatherPositions(torch.autograd.Function):
 
 
 def whole_sequence(x: Tensor, cut: SequenceCut) -> Tensor:
-    """Gather the positions of all sp and cp ranks: [padded/sp, ...] -> [s, ...]; has no backward."""
+    """Gather all sp and cp ranks' positions: [padded/sp, ...] -> [s, ...]."""
+    # has no backward
     share = all_gather_async(x.contiguous(), cut.sp.group).wait()
     if cut.cp.size > 1:  # each gives as many rows as the one that has most
         longest = max(map(cut.length_of, range(cut.cp.size)))
@@ -43,7 +44,7 @@ def whole_sequence(x: Tensor, cut: SequenceCut) -> Tensor:
 
 
 def last_position(x: Tensor, cut: SequenceCut) -> Tensor:
-    """Broadcast a sequence's last position, [padded/sp, ...] -> [...]; has no backward."""
+    """Broadcast the last position."""
     last = cut.whole - 1
     row, (cp_owner, sp_owner, _) = cut.row_of(last), cut.place(last)
     own = (torch.empty_like(x[0]) if row is None else x[row]).contiguous()
@@ -51,7 +52,7 @@ def last_position(x: Tensor, cut: SequenceCut) -> Tensor:
 
 
 def agreed(values: list[int], layout: ParallelContext, device: torch.device) -> list[int]:
-    """Return the values of the first rank of the tp, sp and cp groups, on all their ranks."""
+    """Return the first rank's values."""
     # every rank has computed the same values; but if a library rounded differently on one of them, they would generate
     # different texts and then hang
     if layout.tp.size == layout.sp.size == layout.cp.size == 1:

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers: modules that hold a tp rank's part of a weight."""
+"""Layers that hold a tp rank's part of a weight, or all of it."""
 
 # Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds between these layers: all of them, or with
 # --sequence-parallel 1/tp of them. Gradients that are summed over tp besides what the layer itself sums:
@@ -58,7 +58,7 @@ def name_generator(seed: int, name: str) -> torch.Generator:
 
 
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
-    """Return a whole weight, N(0, std^2) in fp32 on torch's default device, of which layouts take slices."""
+    """Return a whole weight, N(0, std^2) in fp32, to be cut."""
     made = empty(shape, dtype=torch.float32, device=torch.get_default_device())
     if made.is_meta:  # drawing no numbers takes time too
         return made
@@ -66,12 +66,24 @@ def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Ten
 
 
 def output_std(std: float, num_layers: int) -> float:
-    """Return GPT-2's standard deviation for projections that write to the residual stream."""
+    """Return GPT-2's std for projections that end branches."""
     return std / math.sqrt(2.0 * num_layers)
 
 
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm, replicated; ``sees``: what tp ranks have different shares of."""
+class _Layer(nn.Module):
+    # parameters with their placements, and the receiver of their gradients
+
+    def __init__(self, **specs: ShardSpec) -> None:
+        super().__init__()
+        self.specs = specs
+        self.main_grad: MainGrad | None = None
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        return self.specs
+
+
+class Norm(_Layer):
+    """LayerNorm or RMSNorm; ``sees``: what tp ranks have shares of."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -80,22 +92,18 @@ class Norm(nn.Module):
         self, config: ModelConfig, width: int, dtype: torch.dtype, layout: ParallelContext,
         sees: Literal["positions", "heads"] = "positions",
     ) -> None:  # fmt: skip
-        super().__init__()
         tp, summed = layout.tp, layout.tp.seq or sees == "heads"
-        self.spec_of_shard = ShardSpec.whole((width,), tp.rank, tp.size, summed=summed)
+        names = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+        super().__init__(**dict.fromkeys(names, ShardSpec.whole((width,), tp.rank, tp.size, summed=summed)))
         self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
-        self.main_grad: MainGrad | None = None
         start = torch.zeros if self.spec.zero_centered else torch.ones
         self.weight = nn.Parameter(start(width, dtype=dtype))
-        bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
+        bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if "bias" in names else None
         self.register_parameter("bias", bias)
         self._front: NormInFront | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.weight, self.bias, self.spec, main_grad=self.main_grad)
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        return {name: self.spec_of_shard for name, _ in self.named_parameters()}
 
     def in_front(self) -> NormInFront:
         front, params = self._front, self._parameters  # an attribute costs the host a microsecond
@@ -106,7 +114,7 @@ class Norm(nn.Module):
         return front
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(_Layer):
     """Base of column- and row-parallel linear layers."""
 
     weight: nn.Parameter
@@ -115,9 +123,8 @@ class ParallelLinear(nn.Module):
     def __init__(
         self, weight_spec: ShardSpec, bias_spec: ShardSpec | None, init: WeightInit, layout: ParallelContext
     ) -> None:
-        super().__init__()
-        self.main_grad: MainGrad | None = None
-        self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
+        super().__init__(weight=weight_spec, **({} if bias_spec is None else {"bias": bias_spec}))
+        self.layout = layout
         whole, dtype = init.draw(weight_spec.shape), init.dtype
         # a slice of the same whole in any layout
         weight = weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype)
@@ -126,9 +133,6 @@ class ParallelLinear(nn.Module):
             bias = nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
         self.register_parameter("bias", bias)
 
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
-
     def linear(self) -> Linear:
         weight, bias = self._parameters["weight"], self._parameters["bias"]  # an attribute costs the host a microsecond
         assert weight is not None
@@ -136,7 +140,7 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Column-parallel linear layer, y = norm(x) @ W.T + b: rank r computes the columns of its rows of W."""
+    """Linear layer, y = norm(x) @ W.T + b, with some rows of W on each rank."""
 
     #          on rank r                 communication
     # x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else replicated
@@ -154,7 +158,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Row-parallel linear layer, y = act(x) @ W.T + b: a sum over ranks, each with its own inputs."""
+    """Linear layer, y = act(x) @ W.T + b, with some columns of W on each rank."""
 
     #              on rank r                 communication
     #     x_r      [s, b, in/tp]             none: the output of a column-parallel layer
@@ -182,24 +186,20 @@ class RowParallelLinear(ParallelLinear):
         return row_linear(x, *params, activation=self.activation, residual=residual, tp=tp, main_grad=main_grad)
 
 
-class Table(nn.Module):
+class Table(_Layer):
     """Embedding table replicated on every rank."""
 
     def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext) -> None:
-        super().__init__()
-        self.main_grad: MainGrad | None = None
-        self.spec = ShardSpec.whole((rows, width), layout.tp.rank, layout.tp.size, summed=layout.tp.seq)
+        tp = layout.tp
+        super().__init__(weight=ShardSpec.whole((rows, width), tp.rank, tp.size, summed=tp.seq))
         self.weight = nn.Parameter(init.draw((rows, width)).to(init.dtype))
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight, tp=NO_TP, main_grad=self.main_grad)
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Embedding with rows split over tp; also the column-parallel weight of the LM head."""
+class VocabParallelEmbedding(_Layer):
+    """Embedding with rows split over tp, also the weight of the LM head."""
 
     #     forward    out_r = W_r[ids] where rank r holds the row, else 0;  out = sum over r: one all_reduce or
     #     reduce_scatter backward   dW_r[id] = sum of all_gather(d_out) at the positions of id
@@ -207,26 +207,22 @@ class VocabParallelEmbedding(nn.Module):
     # Rows are padded to a multiple of ``divisible_by`` * tp; padding is zero, never trained and never written to disk.
 
     def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext, *, divisible_by: int) -> None:
-        super().__init__()
-        self.main_grad: MainGrad | None = None
-        self.rows, self.tp = rows, layout.tp
         per_rank = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
         first = min(rows, layout.tp.rank * per_rank)
-        self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + per_rank) - first),))
+        spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + per_rank) - first),))
+        super().__init__(weight=spec)
+        self.rows, self.tp = rows, layout.tp
         weight = torch.zeros(per_rank, width, dtype=init.dtype)
-        taken = self.spec.take(init.draw((rows, width)))
+        taken = spec.take(init.draw((rows, width)))
         weight[: len(taken)] = taken
         self.weight = nn.Parameter(weight)
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:  # [s, b], the same on every tp rank -> [s/parts, b, h]
         return embedding(ids, self.weight, tp=self.tp, main_grad=self.main_grad)
 
 
 class ParallelLMHead:
-    """LM head over a vocabulary-parallel table, its own or the word embeddings'."""
+    """LM head over a split table."""
 
     # forward    logits_r = x @ W_r.T + b_r; loss = log(sum over r of sums_r) - logit of the label, after two small
     #            all_reduces: the rows' maxima, then their sums and label logits
@@ -250,7 +246,7 @@ class ParallelLMHead:
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Return the placement of each of a model's parameters, by name."""
+    """Return the placement of a model's parameters, by name."""
     specs: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
     for prefix, module in model.named_modules():
         of_module = getattr(module, "shard_specs", None)
@@ -260,25 +256,25 @@ def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 
 
 def table_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the weights of word embeddings and output layer."""
+    """Return the names of tables' weights."""
     modules = model.named_modules()
     return frozenset(f"{name}.weight" for name, module in modules if isinstance(module, VocabParallelEmbedding))
 
 
 def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:
-    """Make every layer of ours write weight gradients to ``main_grad`` (None: to autograd again)."""
+    """Make layers write weight gradients to ``main_grad``, or return them."""
     for module in model.modules():
         if hasattr(module, "main_grad"):
             module.main_grad = main_grad  # type: ignore[assignment]
 
 
 def norm_spec_of(model: nn.Module) -> NormSpec | None:
-    """Return the spec of a model's norms, if they are ours."""
+    """Return the spec of a model's norms."""
     return next((module.spec for module in model.modules() if isinstance(module, Norm)), None)
 
 
 def set_norm_kernel(model: nn.Module, kernel: Literal["torch", "apex"]) -> None:
-    """Make every norm of ours use these kernels wherever they can take its input."""
+    """Make every norm of ours use these kernels where they can."""
     for module in model.modules():
         if isinstance(module, Norm):
             module.spec = replace(module.spec, kernel=kernel)

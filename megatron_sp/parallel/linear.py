@@ -44,9 +44,9 @@ def column_linear(
     """Column-parallel linear layer after an optional norm; return also x, whose residual's gradient is added here.
 
     Args:
-        x: [s/parts, ..., in], the same on every rank of the group unless tp_seq splits it; the result is [s, ...,
-        out/tp]. weight: [out/tp, in]. norm: replicated on all ranks. main_grad: receives the gradients of all
-        parameters; if None, they go through autograd.
+        x: [s/parts, ..., in], the same on every rank unless tp_seq splits it; the result is [s, ..., out/tp].
+        weight: [out/tp, in].
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
     """
     options = weight, bias, norm, tp, main_grad
     return _ColumnLinear.apply(options, x, *passed_to_autograd(main_grad, x, _params_of(options)))
@@ -60,7 +60,7 @@ def row_linear(
 
     Args:
         x: for a gated activation [..., 2*in/tp].
-        bias: replicated; added once, after the sum over ranks, as ``residual`` is.
+        bias: replicated; added once, after the sum, as ``residual`` is.
     """
     options = weight, bias, activation, tp, main_grad
     return _RowLinear.apply(options, x, residual, *passed_to_autograd(main_grad, x, (weight, bias)))
@@ -73,8 +73,8 @@ def mlp(
     """Column-parallel linear layer, activation and row-parallel linear layer in one op: one node for autograd.
 
     Args:
-        x: [s/parts, b, h]; returned, too, for a residual branch outside, whose gradient is added here.
-        fc1: weight [f/tp, h] ([2*f/tp, h] for a gated activation), bias [f/tp].
+        x: [s/parts, b, h]; returned, too, for a residual branch outside.
+        fc1: weight [f/tp, h] ([2*f/tp, h] if gated), bias [f/tp].
         fc2: weight [h, f/tp], bias [h], replicated.
         onto: added to the result, else x is, with ``add_input``.
     """
@@ -96,7 +96,8 @@ def passed_to_autograd(main_grad: MainGrad | None, x: Tensor, params: Params) ->
 
 
 def needed(flags: Sequence[bool], params: Params) -> Sequence[bool]:
-    """Return which parameters need a gradient, given flags of those handed to autograd (all or none)."""
+    """Return which parameters need a gradient."""
+    # flags: autograd's of those that were handed to it, all or none
     return flags or [p is not None and p.requires_grad for p in params]
 
 
@@ -278,7 +279,7 @@ def projected_by(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, out: Tensor) -> None:
-    """Compute out = a @ weight.T + bias + residual on matrices."""
+    """Compute out = a @ weight.T + bias + residual."""
     if residual is not None and bias is not None and is_fused(out):
         from megatron_sp.ops.kernels import biases
 
@@ -296,7 +297,7 @@ def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
 
 
 def norm_in_front(spec: NormSpec | None, weight: Tensor | None, bias: Tensor | None) -> NormInFront | None:
-    """Return the norm of these tensors, which autograd functions take one by one."""
+    """Return the norm of these tensors, if there is one."""
     if spec is None:
         return None
     assert weight is not None
@@ -304,7 +305,7 @@ def norm_in_front(spec: NormSpec | None, weight: Tensor | None, bias: Tensor | N
 
 
 def normed_by(x: Tensor, norm: NormInFront | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the normed x and the norm's statistics."""
+    """Return normed x and the statistics."""
     return (x, ()) if norm is None else norm_forward(x, norm.weight, norm.bias, norm.spec)
 
 
@@ -314,11 +315,8 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor, *, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None) -> Tensor:
-    """Look up rows of an embedding table split over tp ranks: ids int64 [s, ...] -> [s/parts, ..., h].
-
-    Each rank looks up the rows that it holds, of ``weight`` [rows/tp, h], and fills in zeros for the others; the sum over
-    the ranks is the result. The gradient of weight goes to ``main_grad``; if None, through autograd.
-    """
+    """Look up rows of a table split over tp ranks: ids int64 [s, ...], weight [rows/tp, h] -> [s/parts, ..., h]."""
+    # each rank looks up the rows that it holds, from r * rows/tp on, with zeros for the others; the sum is the result
     return _Embedding.apply(ids, weight, tp, main_grad)
 
 

@@ -54,7 +54,7 @@ def lm_head_loss(
     valid = min(max(vocab_size - first_row, 0), weight.shape[0])
     # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether
     # backward can come
-    options = _Options(_Rows(first_row, valid, vocab_size), chunk, tp, main_grad, torch.is_grad_enabled())
+    options = _Options(first_row, valid, vocab_size, chunk, tp, main_grad, torch.is_grad_enabled())
     return HeadLoss(*_LMHeadLoss.apply(options, x, weight, bias, labels, loss_mask))
 
 
@@ -67,15 +67,11 @@ class HeadLoss(NamedTuple):
     hits: Tensor  # bool [s, b], True where no other entry is likelier than the label (ties count as hits)
 
 
-class _Rows(NamedTuple):
-    first: int  # of this rank's rows of the table
-    valid: int  # number of this rank's that are not padding
-    vocab_size: int  # of all
-
-
 class _Options(NamedTuple):
     # arguments of the op that are not tensors
-    rows: _Rows
+    first_row: int  # of this rank's rows of the table
+    valid_rows: int  # number of this rank's that are not padding
+    vocab_size: int  # rows of all ranks that are not padding
     chunk_tokens: int
     tp: TensorParallel
     main_grad: MainGrad | None
@@ -121,7 +117,8 @@ class _LMHeadLoss(torch.autograd.Function):
         ctx: Any, options: _Options, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # those of losses and hits would be zeros
-        (rows, chunk, tp, main_grad, train), wide = options, _wide(x)
+        _, valid_rows, _, chunk, tp, main_grad, train = options
+        wide = _wide(x)
         tp.mark("head")
         x2, labels1, mask1 = rows_of(tp.enter_async(x).wait()), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
@@ -131,9 +128,9 @@ class _LMHeadLoss(torch.autograd.Function):
         logits: Tensor | None = None  # one buffer for all chunks: fresh pages would cost as much as a pass over them
         for start in range(0, x2.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = _logits(x2[part], weight, bias, rows.valid, wide, logits)
+            logits = _logits(x2[part], weight, bias, valid_rows, wide, logits)
             chunk_of = _FusedChunk if is_fused(logits) else _Chunk
-            loss = chunk_of(logits, labels1[part], rows, tp, (token_loss[part], hits[part]))
+            loss = chunk_of(logits, labels1[part], options, (token_loss[part], hits[part]))
             if grads.any_needed:
                 grad_logits, row_weight = loss.grad_of_logits_(mask1[part, None], x.dtype)
                 grads.add_chunk(part, grad_logits, row_weight, x2[part], weight)
@@ -199,13 +196,13 @@ def lm_head_logits(
     return all_gather_async(by_row, tp.group).wait()[:vocab_size].t().reshape(*x.shape[:-1], vocab_size)
 
 
-def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
+def _local_labels(labels: Tensor, options: _Options) -> tuple[Tensor, Tensor | None]:
     # local row of each label [t, 1]; mask of labels on other ranks [t, 1], for which the row is arbitrary
-    valid = labels.clamp(0, rows.vocab_size - 1)[:, None]  # where the mask is 0 a label may be anything
-    if tp.size == 1:
+    valid = labels.clamp(0, options.vocab_size - 1)[:, None]  # where the mask is 0 a label may be anything
+    if options.tp.size == 1:
         return valid, None
-    local = valid - rows.first
-    elsewhere = (local < 0) | (local >= rows.valid)
+    local = valid - options.first_row
+    elsewhere = (local < 0) | (local >= options.valid_rows)
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
@@ -238,8 +235,9 @@ Outputs = tuple[Tensor, Tensor]  # cross entropies [t], and whether the label ha
 class _Chunk:
     """Loss of one chunk of tokens, in plain torch: logits [t, rows/tp], which are overwritten."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, out: Outputs) -> None:
-        self._picked, self._elsewhere = _local_labels(labels, rows, tp)
+    def __init__(self, logits: Tensor, labels: Tensor, options: _Options, out: Outputs) -> None:
+        tp = options.tp
+        self._picked, self._elsewhere = _local_labels(labels, options)
         logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
         at_label = logits.gather(1, self._picked)
         if self._elsewhere is not None:
@@ -265,16 +263,17 @@ class _Chunk:
 class _FusedChunk:
     """The same in two of Triton's kernels, without the temporary [t, rows] that the division makes."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, out: Outputs) -> None:
+    def __init__(self, logits: Tensor, labels: Tensor, options: _Options, out: Outputs) -> None:
         from megatron_sp.ops.kernels import cross_entropy
 
-        self._logits, self._labels, self._valid, self._is_whole = logits, labels.contiguous(), rows.valid, tp.size == 1
+        tp, self._valid = options.tp, options.valid_rows
+        self._logits, self._labels, self._is_whole = logits, labels.contiguous(), tp.size == 1
         if self._is_whole:
-            self._stats = cross_entropy.statistics(logits, self._labels, rows.valid, out)
+            self._stats = cross_entropy.statistics(logits, self._labels, self._valid, out)
             return
-        picked, elsewhere = _local_labels(labels, rows, tp)
+        picked, elsewhere = _local_labels(labels, options)
         self._labels = (picked if elsewhere is None else picked.masked_fill(elsewhere, -1))[:, 0]
-        own_maximum, sums, at_label = cross_entropy.statistics(logits, self._labels, rows.valid)
+        own_maximum, sums, at_label = cross_entropy.statistics(logits, self._labels, self._valid)
         maximum = tp.all_reduce(own_maximum.clone(), "max")
         sums, at_label = tp.all_reduce(torch.stack([sums * torch.exp(own_maximum - maximum), at_label]))
         self._stats = torch.stack([maximum, sums])

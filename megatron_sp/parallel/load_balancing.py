@@ -1,4 +1,4 @@
-"""Dealing of work by attention area: a row's chunks to cp ranks, and a batch's rows to dp ranks (--balance-rows)."""
+"""Dealing of work by attention area: chunks of a row to cp ranks, and rows to dp ranks (--balance-rows)."""
 
 # Each rank gets as many chunks as the others and about as much area, and as few documents as that allows. The largest
 # chunk first, each to the rank with the least so far: the longest-processing-time rule (Graham, 1969), which for a
@@ -32,7 +32,7 @@ _LIGHTEST = 4
 
 
 def deal_chunks(areas: Sequence[int], documents: Sequence[Mapping[int, int]], num_ranks: int) -> list[list[int]]:
-    """Return each rank's chunks, in order, the same number to each; ``documents`` are those of ``spread_over``."""
+    """Return each rank's chunks, in order, the same number to each."""
     hands = _Hands(areas, documents, num_ranks)
     hands.deal()
     hands.swap()
@@ -40,7 +40,7 @@ def deal_chunks(areas: Sequence[int], documents: Sequence[Mapping[int, int]], nu
 
 
 def spread_over(documents: Iterable[tuple[int, int]], chunks: Sequence[tuple[int, int]]) -> list[dict[int, int]]:
-    """Return each document that lies in several chunks (start, stop): these, and its positions in each."""
+    """Return, of documents that lie in several chunks, the positions in each of these."""
     starts, found = [start for start, _ in chunks], []
     for start, stop in documents:
         first, last = bisect_right(starts, start) - 1, bisect_right(starts, stop - 1) - 1
@@ -67,12 +67,15 @@ class _Hands:
         smallest = [0, *accumulate(sorted(self.areas))]  # area of the n smallest chunks
         lightest = [(0, 0, rank) for rank in range(self.num_ranks)]  # a heap, with entries that are no longer true
         for chunk in sorted(range(len(self.areas)), key=lambda chunk: (-self.areas[chunk], chunk)):
-            acquainted = [
-                (-known, self.loads[rank], rank)
-                for rank, known in self._known(chunk).items()
-                if len(self.held[rank]) < self.room
-                and self.loads[rank] + self.areas[chunk] + smallest[self.room - len(self.held[rank]) - 1] <= self.most
-            ]
+            known: dict[int, int] = {}  # by rank: how much it has of the chunk's documents
+            for name, rows in self.documents_of[chunk]:
+                for rank, held in self.rows_held[name].items():
+                    known[rank] = known.get(rank, 0) + held * rows
+            acquainted = []
+            for rank, positions in known.items():
+                room = self.room - len(self.held[rank])
+                if room > 0 and self.loads[rank] + self.areas[chunk] + smallest[room - 1] <= self.most:
+                    acquainted.append((-positions, self.loads[rank], rank))
             if acquainted:
                 rank = min(acquainted)[2]
             else:
@@ -107,13 +110,6 @@ class _Hands:
     def _key(self, rank: int) -> tuple[int, int, int]:
         return self.loads[rank], len(self.held[rank]), rank
 
-    def _known(self, chunk: int) -> dict[int, int]:
-        known: dict[int, int] = {}
-        for name, rows in self.documents_of[chunk]:
-            for rank, held in self.rows_held[name].items():
-                known[rank] = known.get(rank, 0) + held * rows
-        return known
-
     def _strangers(self, chunk: int, source: int, target: int) -> int:
         # by how much less a chunk's documents are known to ``target`` than to ``source``
         held = self.rows_held
@@ -135,7 +131,7 @@ class _Hands:
 
 @dataclass(frozen=True)
 class RowDealer:
-    """Order in which the rows of a global batch are dealt to ranks, from the lengths of their documents."""
+    """Order in which rows are dealt, from the lengths of their documents."""
 
     # tokens of each document of a sample, given its id; the same on every rank
     document_lengths: Callable[[int], np.ndarray]
@@ -145,7 +141,7 @@ class RowDealer:
     window: int | None = None
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Return the places of samples of a global batch, int64 [rows], in the order of ``data/loader.py :: deal``."""
+        """Return the places of samples of a global batch as ``data/loader.py :: deal`` deals them."""
         return order_by_area(self.areas(ids), self.micro_batch_size, self.dp_size)
 
     def areas(self, ids: np.ndarray) -> list[int]:
@@ -153,7 +149,7 @@ class RowDealer:
 
 
 def area_of_documents(lengths: np.ndarray, causal: bool, window: int | None) -> int:
-    """Return how many pairs of tokens see each other in a row of documents of these lengths."""
+    """Return how many pairs of tokens see each other."""
     if not causal:
         return int((lengths * lengths).sum())
     # a token sees one key more than that before it, up to so many
@@ -162,7 +158,7 @@ def area_of_documents(lengths: np.ndarray, causal: bool, window: int | None) -> 
 
 
 def order_by_area(areas: Sequence[int], micro_batch_size: int, dp_size: int) -> np.ndarray:
-    """Return the places of a global batch as they are dealt, b to each rank in turn; by index if that is as even."""
+    """Return the places of a global batch as they are dealt, b to each rank in turn; by index if as even."""
     by_index = np.arange(len(areas))
     held = deal_chunks(areas, (), dp_size)
     of_ranks = by_index.reshape(-1, dp_size, micro_batch_size).swapaxes(0, 1)

@@ -1,4 +1,4 @@
-"""Parallel layout of a model as the layers on this rank see it: its groups, and how a sequence is split over them."""
+"""Parallel layout of a model as a rank's layers see it: groups, and how a sequence is split over them."""
 
 # A sequence of s positions is first dealt to the cp ranks in runs that follow from its mask (``context_plan.py``); a cp
 # rank's share, L positions in order, is then split evenly over sp, and with tp_seq over tp. Shares may differ in
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceParallel(AllToAllGroup):
-    """The sp group, over which each sequence, or each cp rank's share of it, is split."""
+    """The sp group, over which a cp rank's share of each sequence is split."""
 
     def all_reduce(self, x: Tensor) -> Tensor:  # in place
         if self.size == 1:
@@ -44,7 +44,7 @@ class SequenceParallel(AllToAllGroup):
 
 @dataclass(frozen=True)
 class ContextParallel(AllToAllGroup):
-    """The cp group, over which the positions of each sequence are dealt."""
+    """The cp group, to which the positions of each sequence are dealt."""
 
     overlap: bool = True
     # number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all keys and
@@ -55,11 +55,11 @@ class ContextParallel(AllToAllGroup):
 
 @dataclass(frozen=True)
 class ExpertParallel(AllToAllGroup):
-    """The ep group, over which the experts of each layer are dealt, and how its exchanges are run."""
+    """The ep group, over which the experts of each layer are dealt."""
 
-    # Experts are dealt to ``ep`` neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too; the rest of
-    # these axes has replicas of the same experts. Without tp_seq the ranks of a tp group have the same tokens and compute
-    # alike.
+    # Experts are dealt to ``ep`` neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too; the rest
+    # of these axes has replicas of the same experts. Without tp_seq the ranks of a tp group have the same tokens and
+    # compute alike.
     #
     #     ranks of a stage   d0c0s0  d0c0s1  d1c0s0  d1c0s1        (dp 2, sp 2)
     #     ep 2               experts 0-3, 4-7, 0-3, 4-7             groups of neighbours; replicas: every second rank
@@ -87,7 +87,7 @@ NO_SP, NO_CP, NO_EP = SequenceParallel(), ContextParallel(), ExpertParallel()
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """Positions of a sequence that a rank holds. Whatever has a value for each position goes through ``take``."""
+    """Positions of a sequence that a rank holds."""
 
     # runs of positions of each cp rank, in order; with one cp rank a single run, the whole sequence
     shares: tuple[Runs, ...]
@@ -135,7 +135,7 @@ class SequenceCut:
         return slice(start, start + length)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return this cp rank's positions, in order: [s, ...] -> [L, ...]."""
+        """Return this cp rank's positions: [s, ...] -> [L, ...]."""
         assert x.shape[0] == self.whole, f"{x.shape[0]} positions, and the sequence that was cut has {self.whole}"
         if len(self.shares) == 1 and not self.row:
             return x
@@ -148,7 +148,7 @@ class SequenceCut:
         return share if missing == 0 else F.pad(share, (0, 0) * (x.ndim - 1) + (0, missing))
 
     def put_together(self, shares: list[Tensor]) -> Tensor:
-        """Return the sequence in order, [s, ...], from the shares of all cp ranks, each [L or more, ...]."""
+        """Return the sequence in order, [s, ...], from the shares of all cp ranks."""
         assert not self.row, "a slice is a part of a sequence, of which the others are not here"
         if len(shares) == 1:
             return shares[0][: self.whole]
@@ -175,8 +175,7 @@ class SequenceCut:
         rows = self.tp_seq_slice
         return max(0, min(rows.stop, self.length) - rows.start)
 
-    def row_of(self, position: int) -> int | None:
-        """Return the row of this rank's ``sp_slice`` that has a position, if one has it."""
+    def row_of(self, position: int) -> int | None:  # of this rank's ``sp_slice``, if that has the position
         cp_rank, sp_rank, row = self.place(position)
         return row if (cp_rank, sp_rank) == (self.cp.rank, self.sp.rank) else None
 
@@ -202,13 +201,12 @@ class ParallelContext:
         overlap: bool = False, recorder: Recorder | None = None, cp_chunks: int | None = None, cp_stages_ahead: int = 1,
         cp_keep_kv: bool = False, stages: tuple[Stage, ...] = (), num_slices: int = 1, ep: ExpertParallel = NO_EP,
     ) -> ParallelContext:  # fmt: skip
-        """Return the context of a rank's groups, outside of any layer."""
         tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
         cp = ContextParallel(groups.cp, stages_ahead=cp_stages_ahead, keep_kv=cp_keep_kv)
         return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks, stages, num_slices, ep).in_layer(None)
 
     def in_layer(self, layer: int | None) -> ParallelContext:
-        """Return the context for a block, under whose number collectives are recorded."""
+        # collectives and computation of a block are recorded under its number, those outside under None
         if self.recorder is None:
             return self
         tp, sp, cp, ep = (self.recorder.at(axis, layer) for axis in ("tp", "sp", "cp", "ep"))
@@ -218,13 +216,13 @@ class ParallelContext:
         )  # fmt: skip
 
     def plan(self, sections: Sections, *, whole: bool = False) -> tuple[HeadChunk, ...]:
-        """Return the plan of the exchanges of one tp rank's heads; ``whole``: all in one chunk."""
+        """Return the plan of the exchanges of a tp rank's heads; ``whole``: in one chunk."""
         in_pieces = self.cp.size > 1 or self.num_slices > 1
         mode = "none" if whole and self.mode == "chunked" else self.mode
         return tuple(plan_heads(sections, self.sp.size, mode, self.num_chunks, pairs=in_pieces))
 
     def cut(self, mask: RowMask, row_slice: RowSlice | None = None) -> SequenceCut:
-        """Return this rank's positions of a sequence, or of a slice: dealt to cp by the mask, split over sp and tp."""
+        """Return this rank's positions of a sequence, or of a slice."""
         if row_slice is None:
             return SequenceCut(self._deal(mask, None), self.tp, self.sp, self.cp)
         by_slice = [self._deal(mask, part) for part in row_slice.runs[: row_slice.number + 1]]

@@ -27,22 +27,22 @@ from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan
 class StageWork(Protocol):
     """Interface of what a pipeline computes (``training/pipelined.py``)."""
 
-    def shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Return shape, dtype and device of what a stage hands on."""
+    # shape, dtype and device of what a stage hands on
+    def shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]: ...
 
-    def forward(self, action: Action, x: Tensor | None) -> Tensor:
-        """Return a stage's output; the first one has no input, and without gradients the last computes losses."""
+    # a stage's output; the first one has no input, and without gradients the last one computes its losses, too
+    def forward(self, action: Action, x: Tensor | None) -> Tensor: ...
 
-    def loss(self, action: Action, y: Tensor) -> Tensor:
-        """Return what is to be differentiated, when the last stage's backward pass begins."""
+    # what is to be differentiated, from the last stage's output; called when its backward pass begins
+    def loss(self, action: Action, y: Tensor) -> Tensor: ...
 
-    def before_backward(self, action: Action, put_off: Action | None) -> None:
-        """Prepare a backward pass; ``put_off``: keep gradients of weights under that name."""
+    # with ``put_off`` gradients of weights are kept under that name
+    def before_backward(self, action: Action, put_off: Action | None) -> None: ...
 
     def after_backward(self, action: Action) -> None: ...
 
-    def weights(self, action: Action) -> None:
-        """Compute the gradients put off under ``action``, if any, and complete the micro-batch."""
+    # the gradients that were put off under ``action``, if any were; the micro-batch is complete then
+    def weights(self, action: Action) -> None: ...
 
 
 class Position:

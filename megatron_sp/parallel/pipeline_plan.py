@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: which rank computes what, in which order; their check, and how long they take."""
+"""Pipeline schedules as data: who computes what, in which order; their check and replay."""
 
 # A model is cut into stages, runs of its layers, and each rank has one or several. A batch is cut into micro-batches,
 # and with slices a micro-batch into runs of positions. What is left is a list of actions for each rank:
@@ -21,12 +21,12 @@ KINDS: tuple[PipelineKind, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "slices
 
 
 class Action(NamedTuple):
-    """One piece of work of a rank; ``slice`` is 0 where micro-batches are whole."""
+    """One piece of work of a rank."""
 
     kind: ActionKind
     stage: int
     micro_batch: int
-    slice: int = 0
+    slice: int = 0  # where micro-batches are whole
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}:{self.micro_batch}" + (f".{self.slice}" if self.slice else "")
@@ -48,7 +48,7 @@ SAME_COSTS = Costs()
 
 
 class Message(NamedTuple):
-    """What goes from one rank to another: the result of ``action``."""
+    """A result on its way to another rank."""
 
     source: int
     target: int
@@ -85,7 +85,7 @@ class PipelinePlan:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def source(self, action: Action) -> Action | None:
-        """Return the action of another stage that an action waits for, if there is one."""
+        """Return the action of another stage that an action waits for."""
         neighbour = action.stage + (-1 if action.kind == "F" else 1)
         has_source = action.kind != "W" and 0 <= neighbour < self.num_stages
         return action._replace(stage=neighbour) if has_source else None
@@ -104,7 +104,7 @@ class PipelinePlan:
         return sorted({a + b - rank for a, b in pairs if rank in (a, b) and a != b})
 
     def posts(self, rank: int) -> dict[int, list[Message]]:
-        """Return what a rank starts to receive before each action: one ahead, in the order of each channel."""
+        """Return what a rank starts to receive before each action, one ahead."""
         place = {action: index for index, action in enumerate(self.actions[rank])}
         posts: dict[int, list[Message]] = {}
         for source in self._neighbours(rank):
@@ -116,7 +116,7 @@ class PipelinePlan:
         return posts
 
     def received_before(self, rank: int) -> dict[Action, int]:
-        """Return, by what makes each message to a rank, how many of the rank's own its maker has by then."""
+        """Return, by each message to a rank, how many of its own the maker has by then."""
         counts: dict[Action, int] = {}
         own = self.messages(rank)
         for source in self._neighbours(rank):
@@ -131,8 +131,7 @@ class PipelinePlan:
                     counts[action] = num_received
         return counts
 
-    def in_flight(self, rank: int) -> int:
-        """Return the most (stage, micro-batch, slice) whose activations a rank holds at a time."""
+    def in_flight(self, rank: int) -> int:  # most parts whose activations a rank holds at a time, from F until W
         most = now = 0
         for action in self.actions[rank]:
             now += {"F": 1, "B": 0, "W": -1}[action.kind]
@@ -144,7 +143,7 @@ class PipelinePlan:
 
 
 def check_plan(plan: PipelinePlan) -> None:
-    """Prove that a plan has every action once, cannot hang and sums in the order of 1F1B; else PlanError says where."""
+    """Prove that a plan has every action once, cannot hang and sums in the order of 1F1B."""
     if (problem := next(_problems(plan), None)) is not None:
         raise PlanError(f"the pipeline schedule {plan.kind!r} is invalid: {problem}")
 
@@ -232,9 +231,9 @@ class Replay:
 def replay(
     plan: PipelinePlan, seconds: Callable[[Action], float], message: Callable[[Action], float] = lambda action: 0.0
 ) -> Replay:
-    """Return when each action of a checked plan begins and ends if a rank waits for its next input alone.
+    """Return when each action begins and ends if a rank waits for its inputs alone.
 
-    ``message`` is the time from an action's end until its result is on the next rank.
+    ``message``: time from an action's end until its result is on the next rank.
     """
     start, stop, made_at = dict[Action, float](), dict[Action, float](), dict[Action, float]()
     at, free_at, busy = [0] * plan.num_ranks, [0.0] * plan.num_ranks, [0.0] * plan.num_ranks

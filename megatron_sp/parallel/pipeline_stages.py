@@ -1,4 +1,4 @@
-"""Stages of a model: runs of its layers, of which a pipeline rank has one or several. Plain numbers, no torch."""
+"""Stages of a model: runs of its layers."""
 
 # The first stage has the embedding, too, and the last one the head; these cost time like a layer, or several.
 
@@ -11,11 +11,11 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of a model's layers, from ``start`` to before ``stop``."""
+    """Run of a model's layers."""
 
     number: int  # of the stage, from 0
-    start: int
-    stop: int
+    start: int  # its first layer
+    stop: int  # behind its last one
     num_layers: int  # of the model
     num_stages: int = 1
 
@@ -32,7 +32,7 @@ class Stage:
 
 
 def whole_model(num_layers: int) -> Stage:
-    """Return the stage of a model that is not cut."""
+    """Return the stage of an uncut model."""
     return Stage(0, 0, num_layers, num_layers)
 
 
@@ -46,14 +46,10 @@ def deal_layers(
     num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, embedding: float = 0.0,
     head: float = 0.0,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Return the number of layers of each stage, so that the slowest is as fast as it can be; ValueError: too few.
-
-    Args:
-        first, last: layers of the first and the last stage; None: as balances them.
-        embedding, head: their time, in that of a layer.
-    """
+    """Return each stage's number of layers, balanced by time; ``embedding``, ``head`` take that of so many layers."""
     if num_stages == 1:
         return (num_layers,)
+    # first, last: layers of these stages; None: as balances them
     given = {0: first, num_stages - 1: last}
     counts = [given.get(stage) or 1 for stage in range(num_stages)]
     free = [stage for stage in range(num_stages) if given.get(stage) is None]
@@ -71,7 +67,7 @@ def deal_layers(
 
 
 def deal_unlike_layers(costs: Sequence[float], num_stages: int, *, head: float = 0.0) -> tuple[int, ...]:
-    """Return the numbers of layers as ``deal_layers`` does, for layers that take the times ``costs``."""
+    """Return numbers of layers as ``deal_layers`` does, of layers with these times."""
     if len(costs) < num_stages:
         raise ValueError(f"{len(costs)} layers cannot be dealt to {num_stages} stages of at least one")
     sums = list(accumulate(costs, initial=0.0))

@@ -1,4 +1,4 @@
-"""Activation recomputation (arXiv:1604.06174): only the inputs of a function are saved, no intermediates."""
+"""Activation recomputation (arXiv:1604.06174)."""
 
 # Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without saving RNG states. The
 # exception is attention dropout inside a fused kernel, which draws from torch's generator.
@@ -21,11 +21,9 @@ from megatron_sp.ops.custom_backward import run_backward
 def recompute(
     fn: Callable[..., Tensor], *args: Any, draws_random: bool = False, kept: KeptTensors | None = None
 ) -> Tensor:
-    """Call ``fn(*args)`` without saving its intermediate tensors; backward calls it again.
+    """Call ``fn(*args)`` saving only its arguments, and what it has ``kept``; backward calls it again.
 
-    Args:
-        draws_random: ``fn`` uses torch's generators; their state is saved, so that it draws the same numbers again.
-        kept: what ``fn`` keeps in it is saved with the arguments, and is there again in the second call.
+    ``draws_random``: ``fn`` uses torch's generators, which then draw the same numbers again.
     """
     if not torch.is_grad_enabled():
         return fn(*args)

@@ -37,14 +37,14 @@ class BalanceSpec:
 
 @dataclass(frozen=True)
 class TermWeights:
-    """Factors of the terms' gradients, fp64 scalars: coefficients, loss scale, one over the global counts."""
+    """Factors of the terms' gradients, fp64: coefficient, loss scale, one over global counts."""
 
     balance: Tensor  # for the sum over sequences; with ``global`` for c_e * q of the step, without E / k
     z: Tensor  # for the sum over tokens
 
 
 class RouterStep:
-    """Loads and terms of the routers of all layers with experts in one step, on this rank."""
+    """Loads and terms of all routers in one step, on this rank."""
 
     def __init__(
         self, routing: RoutingSpec, spec: BalanceSpec, num_layers: int, ep: ExpertParallel, device: torch.device
@@ -59,27 +59,26 @@ class RouterStep:
         )
         self.is_counting = False  # forward passes without gradients count for the passes to come
         self.watched: Watched | None = None  # what --verify-parallelism compares
-        self.weights: Callable[[], TermWeights] | None = (
-            None  # of the terms' gradients; may wait for counts of the step
-        )
+        # of the terms' gradients; may wait for counts of the step
+        self.weights: Callable[[], TermWeights] | None = None
 
     @property
     def counts_first(self) -> bool:
         return self.spec.kind == "global"
 
     def settle(self) -> None:
-        """Sum up the loads for the global balance term, before the first backward pass. Collective."""
+        """Sum up the loads for the global balance term. Collective."""
         if self.counts_first:
             self.known = all_reduce(self.loads.clone(), self.ep.tokens)
 
     def weights_from(self, sequences: Tensor, tokens: Tensor, scale: float = 1.0) -> TermWeights:
-        """Return the weights of the terms' gradients, from counts of the step on all ranks."""
+        """Return the terms' weights, from counts of the whole step."""
         by = tokens.square() if self.spec.kind == "global" else sequences
         return TermWeights(self.spec.balance * scale / by.clamp_min(1), self.spec.z * scale / tokens.clamp_min(1))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Let forward passes without gradients count for those to come, then sum up. Collective."""
+        """Let forward passes without gradients count for those to come. Collective."""
         self.is_counting = True
         try:
             yield
@@ -88,16 +87,15 @@ class RouterStep:
         self.settle()
 
     def told(self) -> Tensor:
-        """Return [sums of the terms, loads], fp64, to be summed over all ranks; zeros if others give them."""
+        """Return [sums of the terms, loads], fp64, to be summed over all ranks."""
         told = torch.cat([self.sums, self.loads.flatten().double()])
         return told if self.ep.counts else torch.zeros_like(told)
 
-    def loads_in(self, told: Tensor) -> Tensor:
-        """Return the loads, fp64 [layers, E], from the sum of ``told``."""
+    def loads_in(self, told: Tensor) -> Tensor:  # fp64 [layers, E], from the sum of ``told``
         return told[-self.loads.numel() :].view(self.loads.shape)
 
     def micro_batch(self, batch: int, lengths: Tensor | int, replayed: Tensor | None = None) -> RouterPass:
-        """Return the part of the routers in a micro-batch of ``batch`` sequences; ``replayed``: choices to be made."""
+        """Return the context of a micro-batch; ``replayed``: choices to be made."""
         router_pass = RouterPass(self, batch, lengths, replayed)
         if self.watched is not None and not self.is_counting:
             self.watched.passes.append(router_pass)
@@ -106,7 +104,7 @@ class RouterStep:
 
 @dataclass
 class Watched:
-    """Routing of a step on one process."""
+    """Routing of a step."""
 
     margin: float = float("inf")  # the smallest margin of a choice (``ops/routing.py``)
     passes: list[RouterPass] = field(default_factory=list)  # of the micro-batches, with all their choices
@@ -116,7 +114,7 @@ class Watched:
 
 
 class FirstPass(NamedTuple):
-    """Choices and counts of a layer's first pass for its second: no rounding can send a token elsewhere."""
+    """What a recomputation repeats: no rounding can send a token elsewhere."""
 
     chosen: Tensor  # int64 [tokens, k]
     numbers: Numbers
@@ -124,7 +122,7 @@ class FirstPass(NamedTuple):
 
 @dataclass
 class RouterPass:
-    """The routers' part of a micro-batch."""
+    """Routers in a micro-batch."""
 
     step: RouterStep
     batch: int
@@ -145,7 +143,8 @@ class RouterPass:
         return self.replayed[layer][self.rows].flatten(0, 1)
 
     def observe(self, layer: int, logits: Tensor, chosen: Tensor, bias: Tensor | None = None) -> None:
-        """Count the choices of a layer's first pass; may be collective over a sequence's ranks."""
+        """Count a layer's choices."""
+        # collective over a sequence's ranks with a balance term of sequences
         step, spec = self.step, self.step.spec
         # the sequence of each row [positions, b]
         sequences = None if self.batch == 1 else torch.arange(len(chosen), device=chosen.device) % self.batch
@@ -170,28 +169,24 @@ class RouterPass:
         self.scores[layer] = self.scores[layer] + by_row if layer in self.scores else by_row
 
     def finish(self) -> None:
-        """Add the balance term to the step's sum, after the last forward pass."""
+        """Add the balance term to the step's sum, at the end."""
         step = self.step
         for layer, scores in self.scores.items():
-            step.sums[0] += (self._factor() * self._counts(layer) * scores).sum()
+            factor, counts = self._factor_and_counts(layer)
+            step.sums[0] += (factor * counts * scores).sum()
         self.scores.clear()
 
-    def _factor(self) -> Tensor | float:
-        # E / (k T^2) of each sequence [b, 1], or of all; with a global term E / k
-        routing = self.step.routing
-        share = routing.num_experts / routing.top_k
-        if self.step.spec.kind == "global":
-            return share
+    def _factor_and_counts(self, layer: int) -> tuple[Tensor | float, Tensor]:
+        # c, fp64 [b, E], and E / (k T^2) of each sequence [b, 1], or of all; with a global term [1, E] and E / k
+        step = self.step
+        share = step.routing.num_experts / step.routing.top_k
+        if step.spec.kind == "global":
+            assert step.known is not None, "settle() sums up the loads before they are used"
+            return share, step.known[layer][None].double()
+        counts = self.counts[layer].double()  # integers times a Python number would be fp32
         if isinstance(self.lengths, int):
-            return share / max(1, self.lengths) ** 2
-        return share / self.lengths.double().clamp_min(1).square()[:, None]
-
-    def _counts(self, layer: int) -> Tensor:
-        # c, fp64 [b, E]; with a global term [1, E]
-        if self.step.spec.kind == "sequence":
-            return self.counts[layer].double()  # integers times a Python number would be fp32
-        assert self.step.known is not None, "settle() sums up the loads before they are used"
-        return self.step.known[layer][None].double()
+            return share / max(1, self.lengths) ** 2, counts
+        return share / self.lengths.double().clamp_min(1).square()[:, None], counts
 
     def gradients(self, layer: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         # of a layer's balance scores, [tokens, E] or [1, E], and the weight of its z term, where there are terms
@@ -200,7 +195,8 @@ class RouterPass:
             return None, None
         weights, of_scores = step.weights(), None
         if spec.kind != "none":
-            of_scores = (weights.balance * self._factor() * self._counts(layer)).to(dtype)
+            factor, counts = self._factor_and_counts(layer)
+            of_scores = (weights.balance * factor * counts).to(dtype)
             if len(of_scores) > 1:  # one row for each sequence, which those of [positions, b] take in turn
                 of_scores = of_scores.expand(tokens // self.batch, *of_scores.shape).reshape(tokens, of_scores.shape[1])
         return of_scores, weights.z.to(dtype) if spec.z else None

@@ -1,4 +1,4 @@
-"""Attention mask of a row of positions, in plain numbers, by which context parallelism plans who computes what."""
+"""Attention mask of a row of positions, in plain numbers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ Runs = tuple[Run, ...]
 
 @dataclass(frozen=True)
 class RowMask:
-    """Attention mask of a row of positions, for the b sequences of a micro-batch; ValueError: it makes no sense.
-
-    Masks that mean the same are equal objects: what changes nothing is None, and sequences that are alike are said
-    once.
-    """
+    """Attention mask of a row, for the b sequences of a micro-batch; masks that mean the same are equal."""
 
     length: int  # s, positions of the row
     causal: bool = True  # a query sees keys up to its own position
@@ -50,6 +46,7 @@ class RowMask:
             if length < 0:
                 raise ValueError(f"sequence {sequence} has {length} real keys: 0 or more are possible")
 
+        # what changes nothing is None, and sequences that are alike are described once
         if self.window is not None and self.window >= s:
             object.__setattr__(self, "window", None)
         if self.lengths is not None:
@@ -60,8 +57,7 @@ class RowMask:
             object.__setattr__(self, "documents", None if documents == ((s,),) else documents)
 
     @property
-    def sequences(self) -> int:
-        """Number of sequences that differ in their keys."""
+    def sequences(self) -> int:  # that differ in their keys; 1 if all b are alike
         return len(self.documents or self.lengths or (None,))
 
 

@@ -1,4 +1,4 @@
-"""Slices of a row of positions, which go through a pipeline one after another, with the keys of earlier ones."""
+"""Slices of a row, which go through a pipeline one after another."""
 
 #     slice 0    queries 0 .. a     keys 0 .. a
 #     slice 1    queries a .. b     keys 0 .. b      those of slice 0 are there
@@ -29,7 +29,7 @@ from megatron_sp.parallel.row_mask import RowMask, Run
 
 
 class LayerKeys:
-    """Keys and values of the slices of a row so far, of one layer or some of its heads."""
+    # keys and values of the slices of a row so far, of one layer or some of its heads
 
     def __init__(self) -> None:
         self.slices: dict[int, Tensor] = {}  # [L, m, d + d_v] by number of the slice
@@ -37,7 +37,7 @@ class LayerKeys:
 
 
 class KeysOfSlices(dict[Hashable, LayerKeys]):
-    """Keys and values of the slices of a micro-batch so far, by layer or some of its heads."""
+    """Keys and values of the slices of a micro-batch so far, by layer."""
 
     def __missing__(self, layer: Hashable) -> LayerKeys:
         self[layer] = keys = LayerKeys()
@@ -45,18 +45,16 @@ class KeysOfSlices(dict[Hashable, LayerKeys]):
 
 
 class SliceKeys(NamedTuple):
-    """The keys and values of a layer as the attention of one slice sees them."""
+    """Keys and values of a layer as one slice sees them."""
 
     number: int
     layer: LayerKeys
 
-    def add(self, kv: Tensor) -> Tensor:
-        """Add the slice's own; return ``so_far``. A recomputation, which adds them again, changes nothing."""
+    def add(self, kv: Tensor) -> Tensor:  # the slice's own; a recomputation, which adds them again, changes nothing
         self.layer.slices.setdefault(self.number, kv)
         return self.so_far()
 
-    def so_far(self) -> Tensor:
-        """Return those of the slices up to this one, [rows, m, d + d_v]."""
+    def so_far(self) -> Tensor:  # [rows, m, d + d_v], of the slices up to this one
         if self.number == 0:
             return self.layer.slices[0]
         parts = [self.layer.slices[number] for number in range(self.number + 1)]
@@ -64,8 +62,7 @@ class SliceKeys(NamedTuple):
         out = empty((sum(map(len, parts)), *like.shape[1:]), dtype=like.dtype, device=like.device)
         return torch.cat(parts, out=out)
 
-    def gradient(self, dtype: torch.dtype) -> Tensor:
-        """Return where to add to the gradient of ``so_far``; later slices have added to it."""
+    def gradient(self, dtype: torch.dtype) -> Tensor:  # where to add to that of ``so_far``
         layer = self.layer
         rows = sum(layer.slices[number].shape[0] for number in range(self.number + 1))
         if layer.grad is None:
@@ -73,8 +70,7 @@ class SliceKeys(NamedTuple):
             layer.grad = empty((rows, *like.shape[1:]), dtype=dtype, device=like.device).zero_()
         return layer.grad[:rows]
 
-    def take_gradient(self) -> Tensor:
-        """Return the gradient of the slice's own, complete, and forget the slice."""
+    def take_gradient(self) -> Tensor:  # that of the slice's own, complete; the slice is forgotten
         layer = self.layer
         assert layer.grad is not None, "no slice has added anything"
         num_own = layer.slices.pop(self.number).shape[0]
@@ -86,24 +82,20 @@ class SliceKeys(NamedTuple):
 
 
 class RowSlice(NamedTuple):
-    """The slice of a row that a pass computes."""
+    """Slice of a row that a pass computes."""
 
     number: int
     runs: tuple[Run, ...]  # all slices of the row
     keys: KeysOfSlices
 
     def of(self, layer: Hashable) -> SliceKeys:
-        """Return the keys of a layer, or of some of its heads."""
         return SliceKeys(self.number, self.keys[layer])
 
 
+# pairs_per_position: time of all but attention at a position of a sequence, in that of a pair of a query and a key
 @lru_cache(maxsize=64)
 def cut_into_slices(mask: RowMask, num_slices: int, pairs_per_position: float) -> tuple[Run, ...]:
-    """Return slices of a row that take the same time, each of one position at least.
-
-    ``pairs_per_position``: time of all but attention at a position, in that of a pair of a query and a key. ValueError:
-    there are fewer positions than slices, or the mask lets queries see later keys.
-    """
+    """Return slices of a row that take the same time; ValueError: too few positions, or not causal."""
     s = mask.length
     if not mask.causal:
         text = "slices of a row go through a pipeline one after another"

@@ -46,8 +46,9 @@ class TensorParallel:
     def parts(self) -> int:  # into which the positions are split between tensor-parallel regions
         return self.size if self.seq else 1
 
+    # forward of enter and backward of leave
     def enter_async(self, x: Tensor) -> Handle:
-        """Start entering a region, [s/parts, ...] -> [s, ...]: forward of enter and backward of leave."""
+        """Start entering a region, [s/parts, ...] -> [s, ...]."""
         if not self.seq or self.size == 1:
             return done(x)
         x = x.contiguous()
@@ -55,8 +56,9 @@ class TensorParallel:
         flight = None if self.recorder is None else self._flight("all_gather", x, out.numel())
         return all_gather_async(x, self.group, out).recorded(flight)
 
+    # forward of leave and backward of enter
     def leave_async(self, x: Tensor) -> Handle:
-        """Start summing [s, ...] -> [s/parts, ...], without ``seq`` in place: forward of leave, backward of enter."""
+        """Start summing [s, ...] -> [s/parts, ...], in place without ``seq``."""
         if self.size == 1:
             return done(x)
         if not self.seq:

@@ -306,11 +306,12 @@ def cross_entropy(dtype_name: str, tokens: int, rows: int, vocab_size: int, chun
 def cross_entropy_of_extremes() -> None:
     """Huge logits do not overflow, ties are hits, NaN is not lost, padding does not count."""
     logits = torch.tensor([[1e4, -1e4, 0.0, 9e9], [5.0, 5.0, 1.0, 9e9], [float("nan"), 0.0, 1.0, 9e9], [-1e30, -1e30, -1e30, 9e9]])
-    labels, weight, rows = torch.tensor([1, 0, 1, 2]), torch.tensor([1.0, 0.5, 1.0, 2.0])[:, None], lm_head._Rows(0, 3, 3)
+    labels, weight = torch.tensor([1, 0, 1, 2]), torch.tensor([1.0, 0.5, 1.0, 2.0])[:, None]
+    options = lm_head._Options(0, 3, 3, 4, NO_TP, None, train=True)
     plain = logits.masked_fill(torch.arange(4) == 3, float("-inf"))
     found = [(torch.empty(4), torch.empty(4, dtype=torch.bool)) for _ in range(2)]
-    fused = lm_head._FusedChunk(logits.clone(), labels, rows, NO_TP, found[0])
-    chunk = lm_head._Chunk(plain.clone(), labels, rows, NO_TP, found[1])
+    fused = lm_head._FusedChunk(logits.clone(), labels, options, found[0])
+    chunk = lm_head._Chunk(plain.clone(), labels, options, found[1])
     assert torch.allclose(found[0][0], found[1][0], equal_nan=True), f"{found[0][0]} is not {found[1][0]}"
     assert found[0][1].tolist() == [False, True, False, True] and found[0][0][2].isnan()
     grad, factor = chunk.grad_of_logits_(weight, torch.float32)

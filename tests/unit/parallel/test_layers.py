@@ -42,8 +42,9 @@ def rows(rank: int, size: int) -> ShardSpec:
 
 def filled(layer: ParallelLinear) -> ParallelLinear:
     """The layer with a bias that is not zero, the same whole bias on every rank."""
-    assert layer.bias is not None and layer.bias_spec is not None
-    layer.bias.data.copy_(layer.bias_spec.take(randn(*layer.bias_spec.shape)))
+    assert layer.bias is not None
+    spec = layer.shard_specs()["bias"]
+    layer.bias.data.copy_(spec.take(randn(*spec.shape)))
     return layer
 
 
@@ -88,7 +89,7 @@ def test_the_ranks_tables_one_after_another_are_the_whole_with_zeros_behind(voca
     weight = torch.cat([table.weight for table in tables])
     assert len(weight) % (divisible_by * size) == 0 and len(weight) - vocab < divisible_by * size
     assert torch.equal(weight[:vocab], INIT.draw((vocab, IN)).double()) and not weight[vocab:].any()
-    assert sum(length for table in tables for _, length in table.spec.runs) == vocab
+    assert sum(length for table in tables for _, length in table.shard_specs()["weight"].runs) == vocab
 
 
 def test_a_table_is_the_same_on_every_rank() -> None:
