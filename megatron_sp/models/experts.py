@@ -203,5 +203,5 @@ class ExpertMLP(nn.Module):
         return expert_mlp(
             x, norm, RouterWeights(self.router.weight, self.router.expert_bias), self.experts.weights(), plan,
             shared=None if self.shared_experts is None else self.shared_experts.weights(), residual=onto, add_input=add_input,
-            main_grad=self.router.main_grad, told=ctx.routers,
+            main_grad=self.router.main_grad, routers=ctx.routers,
         )  # fmt: skip

@@ -63,7 +63,7 @@ class ExpertPlan:
 def expert_mlp(
     x: Tensor, norm: NormInFront | None, router: Router, experts: ExpertWeights, plan: ExpertPlan, *,
     shared: ExpertWeights | None = None, residual: Tensor | None = None, add_input: bool = True,
-    main_grad: MainGrad | None = None, told: RouterPass | None = None,
+    main_grad: MainGrad | None = None, routers: RouterPass | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute residual + experts(norm(x)), [s/parts, b, h]; return also x for its other consumers. Collective over ep.
 
@@ -73,15 +73,15 @@ def expert_mlp(
         shared: this tp rank's part of a shared expert, [f/tp, h], [f/tp], [h, f/tp], [h].
         residual: of the shape of x; None: x is added, with ``add_input``.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
-        told: counts choices, and has the weights of the terms that keep them even.
+        routers: counts choices, and has the weights of the terms that keep them even.
     """
     is_training = torch.is_grad_enabled()  # inside the op it never is
-    first = told.first.pop(plan.place, None) if told is not None and is_training else None
+    first = routers.first.pop(plan.place, None) if routers is not None and is_training else None
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
     of_shared = (None, None, None, None) if shared is None else shared
     params = _Params(*norm_params, router.weight, *experts, *of_shared)
     norm_spec, add_input = None if norm is None else norm.spec, add_input and residual is None
-    options = _Options(norm_spec, plan, router.bias, add_input, main_grad, told, first, not is_training)
+    options = _Options(norm_spec, plan, router.bias, add_input, main_grad, routers, first, not is_training)
     return _ExpertMLP.apply(options, x, residual, *params)
 
 
@@ -92,7 +92,7 @@ class _Options(NamedTuple):
     router_bias: Tensor | None
     add_input: bool
     main_grad: MainGrad | None
-    told: RouterPass | None
+    routers: RouterPass | None
     first: FirstPass | None  # the first pass, if this is a recomputation
     comes_again: bool  # this may be the first of two
 
@@ -157,7 +157,7 @@ class _Forward:
         self.trips: list[_Trip] = []
 
     def run(self) -> Tensor:
-        plan, params, told = self.plan, self.params, self.options.told
+        plan, params, routers = self.plan, self.params, self.options.routers
         norm = norm_in_front(self.options.norm_spec, params.norm_weight, params.norm_bias)
         normed, _ = normed_by(self.x, norm)
         entered = plan.tp.enter_async(normed) if params.shared_w1 is not None else None
@@ -165,21 +165,21 @@ class _Forward:
         wide = plan.router_dtype or sum_dtype(a.dtype)
         self.logits = a.to(wide) @ params.router.to(wide).t()
         first = self.options.first
-        chosen = first.chosen if first is not None else told.given(plan.layer) if told is not None else None
+        chosen = first.chosen if first is not None else routers.given(plan.layer) if routers is not None else None
         self.routed = route(self.logits, plan.routing, self.options.router_bias, chosen)
         own = len(params.w1)
         # contiguous parts of the tokens, whose lengths differ by at most one; as many on every rank
         tokens, num_chunks = len(a), plan.ep.chunks if plan.ep.size > 1 else 1
         chunks = [slice(i * tokens // num_chunks, (i + 1) * tokens // num_chunks) for i in range(num_chunks)]
         counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, chunks, first and first.numbers)
-        if told is not None and first is None:
-            told.observe(plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
+        if routers is not None and first is None:
+            routers.observe(plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
         inner = None if entered is None else self._shared_fc1(entered)
         journeys, of_experts = counts.read()
-        if told is not None and self.options.comes_again:
+        if routers is not None and self.options.comes_again:
             assert counts.numbers is not None, "they have been read"
-            if not told.step.is_counting:
-                told.first[plan.place] = FirstPass(self.routed.chosen, counts.numbers)
+            if not routers.step.is_counting:
+                routers.first[plan.place] = FirstPass(self.routed.chosen, counts.numbers)
         exchange = RowExchange(plan.ep, _format(a, self.logits, plan), own)
         coming = [exchange.send_rows(a, self.routed, journeys[0])]
         y = self._begin(inner)
@@ -291,8 +291,8 @@ class _Backward:
     def _router(self, a: Tensor, grad_weights: Tensor, grad_a: Tensor) -> Tensor | None:
         # add the gradient that comes through the router to ``grad_a``; return that of its weight if autograd is to have
         # it
-        plan, told = self.plan, self.options.told
-        of_scores, z = (None, None) if told is None else told.gradients(plan.layer, len(a), self.logits.dtype)
+        plan, routers = self.plan, self.options.routers
+        of_scores, z = (None, None) if routers is None else routers.gradients(plan.layer, len(a), self.logits.dtype)
         grad = logits_backward(self.logits, self.routed, plan.routing, grad_weights, of_scores, z)
         grad_a += (grad @ self.values.router.to(grad.dtype)).to(grad_a.dtype)
         if not self.need.router:

@@ -64,7 +64,7 @@ class Cache(Protocol):
 
 @dataclass
 class ForwardContext:
-    """What a forward pass needs besides activations."""
+    """Inputs of a forward pass besides the activations."""
 
     mask: AttentionMask
     kernel: KernelName = "sdpa"

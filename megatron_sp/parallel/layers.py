@@ -59,10 +59,10 @@ def name_generator(seed: int, name: str) -> torch.Generator:
 
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
     """Return a whole weight, N(0, std^2) in fp32, to be cut."""
-    made = empty(shape, dtype=torch.float32, device=torch.get_default_device())
-    if made.is_meta:  # drawing no numbers takes time too
-        return made
-    return made.normal_(0.0, std, generator=name_generator(seed, name))
+    drawn = empty(shape, dtype=torch.float32, device=torch.get_default_device())
+    if drawn.is_meta:  # drawing no numbers takes time too
+        return drawn
+    return drawn.normal_(0.0, std, generator=name_generator(seed, name))
 
 
 def output_std(std: float, num_layers: int) -> float:

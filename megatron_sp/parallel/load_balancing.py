@@ -41,12 +41,12 @@ def deal_chunks(areas: Sequence[int], documents: Sequence[Mapping[int, int]], nu
 
 def spread_over(documents: Iterable[tuple[int, int]], chunks: Sequence[tuple[int, int]]) -> list[dict[int, int]]:
     """Return, of documents that lie in several chunks, the positions in each of these."""
-    starts, found = [start for start, _ in chunks], []
+    starts, spreads = [start for start, _ in chunks], []
     for start, stop in documents:
         first, last = bisect_right(starts, start) - 1, bisect_right(starts, stop - 1) - 1
         if first < last:
-            found.append({c: min(stop, chunks[c][1]) - max(start, chunks[c][0]) for c in range(first, last + 1)})
-    return found
+            spreads.append({c: min(stop, chunks[c][1]) - max(start, chunks[c][0]) for c in range(first, last + 1)})
+    return spreads
 
 
 class _Hands:

@@ -77,9 +77,9 @@ class ExpertParallel(AllToAllGroup):
         cls, groups: ParallelGroups, ep_size: int = 1, *, tp_seq: bool = False, chunks: int = 1, check: bool = False
     ) -> ExpertParallel:
         """Make the groups for ``ep_size`` ranks; ``tp_seq``: the tp ranks have different tokens. Collective."""
-        made = groups_of_experts(groups, ep_size, over_tp=tp_seq, check=check)
+        axis = groups_of_experts(groups, ep_size, over_tp=tp_seq, check=check)
         counts = tp_seq or groups.tp_rank == 0
-        return cls(made.ep, True, None, made.replicas, made.sequence, made.tokens, counts, chunks)
+        return cls(axis.ep, True, None, axis.replicas, axis.sequence, axis.tokens, counts, chunks)
 
 
 NO_SP, NO_CP, NO_EP = SequenceParallel(), ContextParallel(), ExpertParallel()

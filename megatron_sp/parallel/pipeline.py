@@ -203,7 +203,7 @@ def run_pipeline(
         arrived: Tensor | None = None
         if source is not None:
             arrived = local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)
-        made: Tensor | None = None
+        result: Tensor | None = None
         if timeline is not None:
             timeline.begins(action)
         if action.kind == "F":
@@ -211,14 +211,14 @@ def run_pipeline(
             y = work.forward(action, x)
             if torch.is_grad_enabled():
                 passes[action] = _Pass(x, y, partial(work.loss, action) if action.stage == last else None)
-            made = None if action.stage == last else y.detach()
+            result = None if action.stage == last else y.detach()
             del x, y
         elif action.kind == "B":
             work.before_backward(action, action._replace(kind="W") if plan.splits else None)
             of_action = passes.pop(action._replace(kind="F"))
             of_action.grad.append(arrived)
             arrived = None  # backward needs it for its first operation alone
-            made = of_action.backward()
+            result = of_action.backward()
             del of_action
             work.after_backward(action)
         else:
@@ -226,12 +226,12 @@ def run_pipeline(
         del arrived
         if timeline is not None:
             timeline.ends()
-        if made is None:
+        if result is None:
             continue
         if plan.rank_of[action.stage + (1 if action.kind == "F" else -1)] == channels.me:
-            local[action] = made
+            local[action] = result
         else:
-            mail.send(action, made.contiguous())
-        del made
+            mail.send(action, result.contiguous())
+        del result
     position.action = None
     mail.forget_sent(wait=True)

@@ -167,48 +167,48 @@ def _problems(plan: PipelinePlan) -> Iterator[str]:
 
     # the ranks' lists as they would run: a rank does its next action once what it needs has been made, and a send waits
     # for nobody. Where none can go on before the end, all would wait for ever.
-    at, done = [0] * plan.num_ranks, set[Action]()
+    place, done = [0] * plan.num_ranks, set[Action]()
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(plan.actions):
-            while at[rank] < len(actions):
-                source = plan.source(actions[at[rank]])
+            while place[rank] < len(actions):
+                source = plan.source(actions[place[rank]])
                 if source is not None and source not in done:
                     break
-                done.add(actions[at[rank]])
-                at[rank] += 1
+                done.add(actions[place[rank]])
+                place[rank] += 1
                 moved = True
-    waits = [f"rank {r} at {actions[at[r]]}" for r, actions in enumerate(plan.actions) if at[r] < len(actions)]
+    waits = [f"rank {r} at {actions[place[r]]}" for r, actions in enumerate(plan.actions) if place[r] < len(actions)]
     if waits:
         yield f"it ends nowhere: {', '.join(waits[:8])} wait for each other"
 
 
 def _problems_of_order(plan: PipelinePlan, rank: int) -> Iterator[str]:
     # actions that come before what they need on their own rank, or whose sums would be in another order
-    at = {action: index for index, action in enumerate(plan.actions[rank])}
+    place = {action: index for index, action in enumerate(plan.actions[rank])}
     for stage in plan.stages_of(rank):
         last: Action | None = None
         has_more = stage in (0, plan.num_stages - 1)  # an embedding or a head, whose gradients are summed by B
         for i in range(plan.num_micro_batches):
             for j in range(plan.num_slices):
                 f, b, w = (Action(kind, stage, i, j) for kind in ("F", "B", "W"))  # type: ignore[arg-type]
-                if not at[f] < at[b] < at[w]:
+                if not place[f] < place[b] < place[w]:
                     yield f"rank {rank} has {f}, {b} and {w} in another order"
-                if not plan.splits and at[w] != at[b] + 1:
+                if not plan.splits and place[w] != place[b] + 1:
                     yield f"rank {rank} has {w} not right after {b}, and one backward pass computes the two"
-                if j > 0 and at[f] < at[f._replace(slice=j - 1)]:
+                if j > 0 and place[f] < place[f._replace(slice=j - 1)]:
                     yield f"rank {rank} has {f} before the slice whose keys it needs"
-                if j > 0 and at[b] > at[b._replace(slice=j - 1)]:
+                if j > 0 and place[b] > place[b._replace(slice=j - 1)]:
                     yield f"rank {rank} has {b} after the slice that needs the gradient of its keys"
             # the sums: micro-batches in order, and in each of them the slices as backward goes through them
             for j in reversed(range(plan.num_slices)):
                 w = Action("W", stage, i, j)
-                if last is not None and at[w] < at[last]:
+                if last is not None and place[w] < place[last]:
                     text = "the sums of gradients would be in another order than with 1f1b"
                     yield f"rank {rank} has {w} before {last}: {text}"
                 b, last_b = w._replace(kind="B"), last and last._replace(kind="B")
-                if has_more and last_b is not None and at[b] < at[last_b]:
+                if has_more and last_b is not None and place[b] < place[last_b]:
                     text = "the sums of the embedding or the head would be in another order"
                     yield f"rank {rank} has {b} before {last_b}: {text}"
                 last = w
@@ -236,13 +236,13 @@ def replay(
     ``message``: time from an action's end until its result is on the next rank.
     """
     start, stop, made_at = dict[Action, float](), dict[Action, float](), dict[Action, float]()
-    at, free_at, busy = [0] * plan.num_ranks, [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
+    place, free_at, busy = [0] * plan.num_ranks, [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
     ready = list(range(plan.num_ranks))
     waiting: dict[Action, int] = {}  # the rank that waits for an action
     while ready:
         rank = ready.pop()
-        while at[rank] < len(plan.actions[rank]):
-            action = plan.actions[rank][at[rank]]
+        while place[rank] < len(plan.actions[rank]):
+            action = plan.actions[rank][place[rank]]
             source, begin = plan.source(action), free_at[rank]
             if source is not None:
                 if source not in made_at:
@@ -253,15 +253,15 @@ def replay(
             took = seconds(action)
             start[action], stop[action] = begin, begin + took
             free_at[rank], busy[rank] = begin + took, busy[rank] + took
-            at[rank] += 1
-            made = action
+            place[rank] += 1
+            output = action
             if not plan.splits and action.kind != "F":  # the gradient of the input is there when both have run
-                made = action._replace(kind="B")
+                output = action._replace(kind="B")
                 if action.kind == "B":
                     continue
-            made_at[made] = begin + took
-            if made in waiting:
-                ready.append(waiting.pop(made))
+            made_at[output] = begin + took
+            if output in waiting:
+                ready.append(waiting.pop(output))
     return Replay(start, stop, max(free_at), tuple(busy))
 
 

@@ -86,13 +86,13 @@ class RouterStep:
             self.is_counting = False
         self.settle()
 
-    def told(self) -> Tensor:
+    def counters(self) -> Tensor:
         """Return [sums of the terms, loads], fp64, to be summed over all ranks."""
-        told = torch.cat([self.sums, self.loads.flatten().double()])
-        return told if self.ep.counts else torch.zeros_like(told)
+        counters = torch.cat([self.sums, self.loads.flatten().double()])
+        return counters if self.ep.counts else torch.zeros_like(counters)
 
-    def loads_in(self, told: Tensor) -> Tensor:  # fp64 [layers, E], from the sum of ``told``
-        return told[-self.loads.numel() :].view(self.loads.shape)
+    def loads_in(self, counters: Tensor) -> Tensor:  # fp64 [layers, E], from the sum of ``counters``
+        return counters[-self.loads.numel() :].view(self.loads.shape)
 
     def micro_batch(self, batch: int, lengths: Tensor | int, replayed: Tensor | None = None) -> RouterPass:
         """Return the context of a micro-batch; ``replayed``: choices to be made."""
@@ -110,11 +110,11 @@ class Watched:
     passes: list[RouterPass] = field(default_factory=list)  # of the micro-batches, with all their choices
 
     def choices(self) -> list[Tensor]:
-        return [torch.stack([made.seen[layer] for layer in sorted(made.seen)]) for made in self.passes]
+        return [torch.stack([one.seen[layer] for layer in sorted(one.seen)]) for one in self.passes]
 
 
 class FirstPass(NamedTuple):
-    """What a recomputation repeats: no rounding can send a token elsewhere."""
+    """Choices that a recomputation repeats: no rounding can send a token elsewhere."""
 
     chosen: Tensor  # int64 [tokens, k]
     numbers: Numbers

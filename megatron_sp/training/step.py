@@ -308,7 +308,7 @@ class TrainStep:
         if self.groups.tp_rank != 0:  # all tp ranks have the same sums: the first of them contributes them
             sums = torch.zeros_like(sums)
         if self.routers is not None:
-            sums = torch.cat([sums, self.routers.told()])
+            sums = torch.cat([sums, self.routers.counters()])
         handle = all_reduce_async(sums, self.groups.world)  # under the rest of the gradients' reduction
         if poisoned:
             self.gradients.poison()

@@ -242,7 +242,7 @@ class _Step:
             total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
         loads: list[list[int]] = []
         if routers is not None and routers.weights is not None:
-            counters, of_terms = routers.told().cpu(), routers.weights()
+            counters, of_terms = routers.counters().cpu(), routers.weights()
             counters = counters if groups is None else all_reduce(counters, groups.control)
             total = total + counters[0] * of_terms.balance.cpu() + counters[1] * of_terms.z.cpu()
             loads = routers.loads_in(counters).long().tolist()

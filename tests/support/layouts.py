@@ -467,7 +467,7 @@ class OneProcess:
             gradients.finish_step()
             optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), decoupled_lr=case.table_lr)
             if routers is not None:
-                model.update_expert_biases(routers.loads_in(routers.told()))
+                model.update_expert_biases(routers.loads_in(routers.counters()))
         return {n: p.detach().clone() for n, p in model.named_parameters()} | {n: b.clone() for n, b in model.named_buffers()}
 
 
@@ -529,7 +529,7 @@ def check(case: Case, device: torch.device = CPU) -> None:
         norm = float(optimizer.grad_norm())
         optimizer.step(UPDATE.lr, 0.1, norm, updated=sharded.weights.refresh, decoupled_lr=case.table_lr)
         if sharded.routers is not None:
-            loads = sharded.routers.loads_in(all_reduce(sharded.routers.told(), sharded.groups.world))
+            loads = sharded.routers.loads_in(all_reduce(sharded.routers.counters(), sharded.groups.world))
             choices = case.dp * case.micro_batches * case.batch * case.seq * sharded.routers.routing.top_k
             assert loads.sum(1).eq(choices).all(), f"loads {loads.tolist()} of {choices} choices"
             sharded.model.update_expert_biases(loads)

@@ -112,7 +112,7 @@ def test_the_terms(name: str, kind: BalanceKind) -> None:
     step.weights = lambda: TermWeights(0.7 * by, 0.3 * one / (S * B))
     told = step.micro_batch(B, S)
     leaves = {"x": x, **w}
-    y, _ = ours(x, w, ExpertPlan(spec, Activation("gelu")), told=told)
+    y, _ = ours(x, w, ExpertPlan(spec, Activation("gelu")), routers=told)
     step.settle()
     got = torch.autograd.grad((y * weight).sum(), list(leaves.values()))
     told.finish()
