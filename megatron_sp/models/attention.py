@@ -64,8 +64,8 @@ class FusedQKV(NamedTuple):
     def in_groups(cls, config: ModelConfig, tp: TensorParallel, v_width: int | None = None) -> FusedQKV:
         """Return those of a weight in group order, [g * (r * d + d + d_v), h], as Megatron-core has it.
 
-        With fewer key/value heads than ranks, a rank holds some queries of one group, and the group's key and value,
-        which others hold too.
+        With fewer key/value heads than ranks, a rank holds some queries of one group, and the group's key and value, which
+        others hold too.
         """
         assert config.hidden_size and config.num_attention_heads
         d, n, g, size = config.head_dim, config.num_attention_heads, config.num_groups, tp.size
@@ -126,7 +126,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None
     ) -> tuple[Tensor, Tensor]:
-        """Return x + attention(norm(x)), or without a norm x + attention(x), [s, b, h], and x for its other consumers.
+        """Return x + attention(norm(x)), [s, b, h], and x for its other consumers.
 
         The gradient of that second output is added inside this op, so that of x is complete at once, after all of them.
         """
@@ -187,7 +187,6 @@ class FusedHeads(Core):
         return None
 
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> Heads:
-        """Cut what has arrived into heads, norm and rotate them; see ``Core``."""
         layer, rotary = self.layer, self.ctx.rotary
         q, k, v = self._cut(recv_buffers, share, None if layer.qk_layernorm else rotary)
         if layer.norms_all_heads:
@@ -232,7 +231,6 @@ class FusedHeads(Core):
     def call(
         self, recv_buffers: dict[str, Tensor], share: Share, shared: tuple[Tensor, Tensor] | None
     ) -> KernelCall | None:
-        """See ``Core``; autograd differentiates norms of heads, attention across ranks, and uneven groups."""
         ctx, d, rotary = self.ctx, self.d, self.ctx.rotary
         if self.layer.qk_layernorm or ctx.plan is not None or ctx.recompute_core or ctx.cache is not None:
             return None
@@ -261,7 +259,6 @@ class FusedHeads(Core):
         return kernel, q, k, v
 
     def prepare_backward(self, grads: Heads, shapes: dict[str, torch.Size], share: Share) -> dict[str, Tensor]:
-        """See ``Core``."""
         (q, k, v), rotary = grads, self.ctx.rotary
         if k is not None and v is not None and "qkv" in shapes:
             return {"qkv": join_qkv(q, k, v, shapes["qkv"], rotary)}
@@ -332,7 +329,6 @@ class SoftmaxCore(FusedHeads):
     spans_ranks = takes_cache = True
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> LseKernel | None:
-        """See ``FusedHeads``; what drops probabilities draws its mask, which backward would need."""
         ctx, layer = self.ctx, self.layer
         if ctx.dropout is not None and layer.attention_dropout > 0:
             return None
@@ -343,7 +339,6 @@ class SoftmaxCore(FusedHeads):
         return ctx.lse_kernels[kind]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
-        """Compute attention; with a KV cache over the keys and values of all positions so far. See ``Core``."""
         if self.ctx.cache is not None:
             k, v = self.ctx.cache.extend(self.layer.layer, k, v)
         # across ranks attention saves no scores, and its exchanges are not repeated

@@ -4,10 +4,7 @@
     parallel    x + attention(norm(x)) + mlp(norm'(x))
     post-norm   y = norm(x + attention(x)), then norm(y + mlp(y))
 
-Activations are [s, b, h], where s is a rank's share of the positions. Parameter names are Megatron-core's. The ops
-write weight gradients into ``self.main_grad`` if one has been attached (``attach_main_grad``); everything that a
-forward pass needs besides x is in one ``ForwardContext``. Each layer describes its part of its weights
-(``shard_specs``); the process groups are in one ``ParallelContext``.
+Activations are [s, b, h], where s is a rank's share of the positions. Parameter names are Megatron-core's.
 """
 
 from __future__ import annotations
@@ -62,11 +59,7 @@ class MLP(nn.Module):
         chunks: int = 1,
         onto: Tensor | None = None,
     ) -> Tensor:
-        """Return x + mlp(norm(x)), or without a norm x + mlp(x), [s, b, h], for ``chunks`` parts of the positions.
-
-        Args:
-            onto: added to the MLP's output instead of x.
-        """
+        """Return x + mlp(norm(x)), [s, b, h], in ``chunks`` parts of the positions; ``onto`` is added instead of x."""
         layers = self._modules  # not by attribute: nn.Module looks that up in Python
         fc1, fc2 = layers["linear_fc1"].linear(), layers["linear_fc2"].linear()  # type: ignore[union-attr, operator]
         if chunks > 1:
@@ -93,19 +86,14 @@ class MLP(nn.Module):
 def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:
     """Return the weights whose gradients are computed under the exchanges of attention's backward (--delay-wgrad).
 
-    They are the MLP's, since its backward comes before attention's. With several tp ranks fc1's is not: it covers the
-    reduction of the gradient of fc1's input.
+    They are the MLP's; with several tp ranks fc1's covers the reduction of the gradient of its input instead.
     """
     mlps = [module for module in model.modules() if isinstance(module, MLP)]
     return [linear.weight for mlp in mlps for linear in (mlp.linear_fc2, *((mlp.linear_fc1,) if tp.size == 1 else ()))]
 
 
 class TransformerBlock(nn.Module):
-    """One transformer block, with norms before attention and MLP, or after them (--norm-placement post).
-
-    With --use-parallel-residual the MLP has the same input as attention. Backward still reaches the block's input last:
-    the attention op passes its input on to the MLP, and waits for the gradients of both.
-    """
+    """One transformer block, with norms before attention and MLP, or after them (--norm-placement post)."""
 
     def __init__(
         self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext,
@@ -137,10 +125,9 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, ctx: ForwardContext, around_experts: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Apply the block to x [s, b, h]; the result has the same shape.
+        """Apply the block to x [s, b, h].
 
-        Args:
-            around_experts: identity on the experts' input, which reports in backward that their gradients are complete.
+        ``around_experts`` is the identity on the experts' input, and reports in backward that their gradients are complete.
         """
         if self.post:
             x = self.post_attention_layernorm(

@@ -1,21 +1,15 @@
-"""Attention on the fused QKV tensor: one interface, several kernels.
+"""Attention by several kernels behind one call: ``core_attention`` on q, k and v of independent groups of heads.
 
-``attention`` takes the output of the QKV projection's GEMM, rows in group order, and returns the input of the output
-projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
-queries and one key and value each), so grouped-query attention needs neither a copy nor a special case.
-
-Packed documents, padding and windows are pieces of the square of queries and keys (``ops/attention_pieces.py``), and
-only these are computed. On the CPU ``TiledAttention`` computes those of any mask. On a GPU documents are one call
-of a flash kernel for packed sequences, which knows windows, too; what it does not take is a call for each piece.
-
-Kernels (``ops/attention_choice.py`` chooses):
+Groups are folded into the batch ([s, b*g, r, d], r queries to one key and value), so grouped-query attention needs
+neither a copy nor a special case. Packed documents, padding and windows are pieces of the square of queries and keys
+(``ops/attention_pieces.py``), and only these are computed: on the CPU by ``TiledAttention``, on a GPU by one call of a
+flash kernel for packed sequences, or a call for each piece. ``ops/attention_choice.py`` chooses the kernel:
 
     flash2, flash3, flash4    packages of FlashAttention, on a GPU (``ops/flash_packages.py``)
     sdpa                      torch's scaled_dot_product_attention, with its fused kernels for CPU and GPU
     cudnn                     the same with cuDNN's kernel before its others, where that knows the mask
     sdpa-fa3, sdpa-fa4        the same after FlashAttention 3 or 4 has taken the place of its flash kernel
-    reference                 plain matrix products; the only one with attention dropout by hash, which is the same in
-                              every parallel layout
+    reference                 plain matrix products; the only one whose dropout is the same in every parallel layout
 """
 
 from __future__ import annotations
@@ -56,21 +50,7 @@ KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Attention mask as a small object instead of an s x s tensor.
-
-    Attributes:
-        causal: a query attends to keys up to its own position; with fewer queries than keys the *last* query attends to
-            all keys.
-        key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and masked out. None: no padding.
-        lengths: the same on the host, one for each of the b sequences: the kernels process only real keys, so there is
-            no mask [b, s, s]. None: read from ``key_lengths``, for which the host waits if that is on a GPU.
-        documents: for each of the b sequences, the ends of its documents (the last is the end of the sequence); a query
-            attends only to keys of its own document. None: one document. Cannot be combined with ``key_lengths``.
-        window: a query attends only to itself and the ``window`` - 1 keys before it; requires ``causal``. None: to all
-            keys before it.
-        bias: [b, 1, 1, s_k], added to the scores of one query per sequence: 0, or -inf where a key is hidden. Replaces
-            all others.
-    """
+    """Attention mask as a small object instead of an s x s tensor."""
 
     causal: bool = True
     key_lengths: Tensor | None = None
@@ -96,18 +76,9 @@ def attention(
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(d)) v for every head.
+    """Compute softmax(q k^T / sqrt(d)) v from ``qkv`` [s, b, g * (r + 2) * d], rows in group order: [s, b, g * r * d].
 
-    Args:
-        qkv: [s, b, g * (r + 2) * d], contiguous, rows in group order: r queries, key, value.
-        queries_per_group: r.
-        head_dim: d.
-        mask: attention mask.
-        kernel: implementation to use.
-        dropout: dropout rate of the probabilities; 0 when not training.
-        dropout_rows: int32 [s, b] row keys, required by the reference kernel if dropout > 0.
-    Returns:
-        [s, b, g * r * d].
+    ``dropout_rows``: int32 [s, b], the tokens' keys for dropout by hash (the reference kernel's).
     """
     s, b, width = qkv.shape
     groups = width // ((queries_per_group + 2) * head_dim)
@@ -121,14 +92,10 @@ def split_qkv(
     qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None = None,
     v_width: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return views of the fused tensor, q [s, b*g, r, d], k [s, b*g, 1, d] and v [s, b*g, 1, d_v].
+    """Return views of the fused tensor, q [s, b*g, r, d], k [s, b*g, 1, d], v [s, b*g, 1, d_v]; backward packs gradients once.
 
-    Backward packs the gradients once.
-
-    Args:
-        rotary: cos and sin, by which queries and keys are rotated first, in place. Backward rotates the packed gradient
-            in place; unlike ``apply_rotary`` it needs no copy, since nothing else uses that gradient.
-        v_width: d_v; None: d.
+    With ``rotary`` (cos, sin) queries and keys are rotated first, in place; backward rotates the packed gradient in place,
+    since nothing else uses it.
     """
     return _SplitQKV.apply(qkv, queries_per_group, head_dim, rotary, v_width)
 
@@ -197,16 +164,10 @@ def core_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0,
     dropout_rows: Tensor | None = None, kept: KeptTensors | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of m independent groups, softmax(q k^T / sqrt(d)) v; values may be of another width.
+    """Compute softmax(q k^T / sqrt(d)) v of m independent groups: q [s_q, m, r, d], k and v [s_k, m, 1, d or d_v].
 
-    Args:
-        q: [s_q, m, r, d].
-        k, v: [s_k, m, 1, d], [s_k, m, 1, d_v], one key and value head for r query heads.
-        mask: its ``key_lengths``, if any, are [m].
-        dropout_rows: int32 [m, r, s_q], for the reference kernel.
-        kept: keeps the results for a recomputation, or has them (``keeps_results``).
-    Returns:
-        [s_q, m, r, d_v]; zero for a query without keys (all padding, or causal with more queries than keys).
+    Returns [s_q, m, r, d_v]; zero for a query without keys (all padding, or causal with more queries than keys). The mask's
+    ``key_lengths`` are [m], ``dropout_rows`` int32 [m, r, s_q]. ``kept`` keeps the results for a recomputation, or has them.
     """
     kernel, mask = _settled(kernel, mask, k)
     if dropout == 0.0 and (kept is not None or _is_for_cpu_flash(q, kernel)):
@@ -227,12 +188,9 @@ def core_attention(
 
 
 def lse_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: KernelName) -> LseKernel | None:
-    """Return the kernel, with its options, that computes attention without dropout and gives what its backward needs.
+    """Return the kernel, with its options, that gives for ``core_attention``'s arguments what its backward needs.
 
-    Args:
-        q, k, v, mask, kernel: as of ``core_attention``.
-    Returns:
-        None if none of the kernel's does; ``core_attention`` then computes with one that autograd differentiates.
+    None: there is none, and ``core_attention`` computes with one that autograd differentiates.
     """
     kernel, mask = _settled(kernel, mask, k)
     if kernel == "reference" or (kernel in FLASH_NAMES and lse_lack(kernel)):
@@ -265,7 +223,6 @@ def _is_for_cpu_flash(q: Tensor, kernel: KernelName) -> bool:
 
 
 def _settled(kernel: KernelName, mask: AttentionMask, k: Tensor) -> tuple[KernelName, AttentionMask]:
-    """Return a kernel by the name of those that are called alike, and a mask without a window that hides nothing."""
     assert mask.window is None or mask.causal, "a window is for causal attention"
     if mask.window is not None and mask.window >= k.shape[0]:
         mask = replace(mask, window=None)
@@ -295,21 +252,19 @@ def _pieces_of(
 
 
 def _are_documents(pieces: tuple[AttentionPiece, ...], each: int, q: Tensor) -> bool:
-    """Return whether pieces have as many keys as queries and cover every row."""
     cover = each * sum(piece.q_stop - piece.q_start for piece in pieces) == q.shape[0] * q.shape[1]
     return cover and all(piece.k_stop == piece.q_stop for piece in pieces)
 
 
 def keeps_results(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
-    """Return whether ``core_attention`` can keep its results for a recomputation (``why_repeated``)."""
+    """Return whether ``core_attention`` can keep its results for a recomputation."""
     return not why_repeated(kernel, device, dtype, head_dim, dropout)
 
 
 def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str:
     """Return why the results of ``core_attention`` cannot be kept for a recomputation; empty if they can.
 
-    What is kept is the output and the log of the sums (lse) of kernels whose backward takes them
-    (``ops/attention_kernels.py``, ``ops/gpu_kernels.py``). Ranks may differ in it, if their packages or GPUs do.
+    Kept are output and log of the sums of kernels whose backward takes them. Ranks may differ in it, by packages or GPUs.
     """
     if kernel == "reference":
         return "the plain form gives no log of its sums"
@@ -363,7 +318,6 @@ def _causal_from_the_start(
 
 
 def _flash_with_lse(kernel: KernelName, q: Tensor, v: Tensor) -> FlashKernel | None:
-    """Return the flash kernel of a kernel whose results are kept, or None if there is none for q."""
     if kernel in FLASH_NAMES:
         return PackageFlash(kernel)
     return TorchFlash() if kernel in ("sdpa", "cudnn") and torch_has_varlen(q, v) else None
@@ -413,11 +367,7 @@ def _flash_of_torch(
 
 
 def torch_has_varlen(q: Tensor, v: Tensor | None = None) -> bool:
-    """Return whether torch's flash kernel takes q like this with cumulative lengths, by the conditions of SDPA.
-
-    Args:
-        v: the values, where these may have another width: the narrower heads are padded.
-    """
+    """Return whether torch's flash kernel takes q and v like these with cumulative lengths, as SDPA judges it."""
     width = q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1])
     return (
         q.is_cuda
@@ -499,15 +449,11 @@ def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: 
 def _fused_sdpa(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False
 ) -> Tensor:
-    """Call SDPA on a GPU with any of its kernels but the one that writes all scores [m, r, s_q, s_k] to memory.
+    """Call SDPA on a GPU with any kernel but the one that writes all scores [m, r, s_q, s_k] to memory.
 
     SDPA takes that one without a word where no other applies. The flash and cuDNN kernels know grouped queries; the
-    memory-efficient one, which computes in fp32 and with masks, does not: its keys and values are expanded with stride
-    0. It wants heads of a multiple of 16 bytes; zeros beside them change no score.
-
-    Raises:
-        RuntimeError: no fused kernel takes this on this GPU.
-    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; zero strides are right in backward: pytorch #191085.
+    memory-efficient one (fp32, masks) does not: its keys and values are expanded with stride 0, which is right in backward
+    (pytorch #191085). It wants heads of a multiple of 16 bytes; zeros beside them change no score.
     """
     (r, d), d_v = q.shape[2:], v.shape[3]
     with _without_all_scores():
@@ -549,11 +495,6 @@ def _without_all_scores() -> Iterator[None]:
 
 
 def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
-    """Causal attention with a sliding window shorter than the keys.
-
-    Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one; all
-    but the first and the last share a mask.
-    """
     s_q, s_k = q.shape[0], k.shape[0]
     if s_q < s_k:  # generation: the last queries of all
         k, v = (t[max(0, s_k - s_q - window + 1) :] for t in (k, v))
@@ -606,11 +547,7 @@ def _allowed(
     queries: slice | None = None,
     keys: slice | None = None,
 ) -> Tensor | None:
-    """Return the mask as bool, broadcastable to [m, r, s_q, s_k], True where allowed; None if nothing is masked.
-
-    Args:
-        queries, keys: the part of it to make; None: all of it.
-    """
+    """Return the bool mask, broadcastable to [m, r, s_q, s_k], or a part of it; None if nothing is masked."""
     rows = torch.arange(s_q, device=device)[queries or slice(None)]
     at = torch.arange(s_k, device=device)[keys or slice(None)]
     allowed = None
@@ -632,7 +569,7 @@ def fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
 
 
 def head_row_keys(rows: Tensor, groups: int, queries_per_group: int, first_head: int = 0) -> Tensor:
-    """Return keys for attention dropout, for each query and head: int32 [s, b] -> [b*g, r, s]; heads count globally."""
+    """Return dropout keys of each query and head: int32 [s, b] -> [b*g, r, s]; heads count globally."""
     heads = torch.arange(first_head, first_head + groups * queries_per_group, device=rows.device, dtype=torch.int64)
     mixed = (rows.to(torch.int64)[..., None] * 0x10001 + heads + 1) * -7046029254386353131  # 2^64 / golden ratio, odd
     return rearrange(fold32(mixed ^ (mixed >> 29)), "s b (g r) -> (b g) r s", g=groups)

@@ -1,20 +1,16 @@
 """Candidates for the attention kernel (--attention-backend), each tried on a small example before it is used.
 
-    --attention-backend         candidates, best guess first (on a GPU; on a CPU there are only torch's and the plain one)
+    --attention-backend         candidates, best guess first (on a CPU there are only torch's and the plain one)
     auto                        flash4, flash3, cudnn, flash2, sdpa
     flash                       flash4, flash3, flash2
     fused                       sdpa
     flash2 flash3 flash4 cudnn  that one
     unfused, local              reference
 
-Where the function of a package fails, the kernels of FlashAttention 3 and 4 may still work through torch, which calls
-other parts of the package (``sdpa-fa3``, ``sdpa-fa4``; ``torch.nn.attention.activate_flash_attention_impl``, "FA4" from
-torch 2.10, "FA3" from 2.11). With several candidates left, ``training/kernel_selection.py`` times them.
-
-The example is forward and backward of what the run will ask for: its heads' width, grouped queries, mask, window and
-documents; with context parallelism its keys come in two parts. Its error is compared with the plain kernel's. Builds for
-another GPU or another torch fail there, with a reason. If no fused kernel is left, ``reference`` is taken and its cost
-said.
+Where a package's own function fails, its kernels may still work through torch, which calls other parts of it
+(``sdpa-fa3``, ``sdpa-fa4``). The example is forward and backward of what the run will ask for, compared with the plain
+kernel: builds for another GPU or another torch fail there, with a reason. Several that are left are timed by
+``training/kernel_selection.py``; if no fused kernel is, ``reference`` is taken and its cost said.
 """
 
 from __future__ import annotations
@@ -62,19 +58,7 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class AttentionUse:
-    """Requirements of a run on its attention kernel.
-
-    Attributes:
-        device, dtype: of the activations.
-        dropout: of the probabilities, in training.
-        head_dim: width of a head.
-        queries_per_group: query heads for each key head.
-        causal: causal mask.
-        window: keys that a query attends to, itself included; None: all before it.
-        documents: sequences are packed documents (--reset-attention-mask).
-        deterministic: --deterministic-mode.
-        context: keys come in parts whose results are merged by their log-sum-exp: with context parallelism, or slices of a sequence.
-    """
+    """Requirements of a run on its attention kernel."""
 
     device: torch.device
     dtype: torch.dtype
@@ -90,13 +74,7 @@ class AttentionUse:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Kernels that work here, best guess first, and why the others do not.
-
-    Attributes:
-        names: at least one.
-        reason: why the first is taken if it is not timed.
-        lacks: (kernel, why it is not a candidate).
-    """
+    """Kernels that work here, best guess first, and why the others do not."""
 
     names: tuple[KernelName, ...]
     reason: str
@@ -106,16 +84,9 @@ class Candidates:
 def choose_kernel(
     backend: str, device_type: str, dtype: torch.dtype, dropout: float = 0.0, use: AttentionUse | None = None
 ) -> AttentionKernel:
-    """Choose a kernel for --attention-backend without timing: the first candidate. Not collective.
+    """Choose the first candidate for --attention-backend, without timing. Not collective.
 
-    Args:
-        backend: value of the flag.
-        device_type: "cpu" or "cuda".
-        dtype: dtype of the activations.
-        dropout: attention dropout in training.
-        use: what else is known of the run.
-    Raises:
-        RuntimeError: the requested kernel cannot run.
+    Raises RuntimeError if the requested kernel cannot run.
     """
     found = find_candidates(backend, use or AttentionUse(torch.device(device_type), dtype, dropout))
     return chosen(found.names[0], found.reason, dropout)
@@ -131,8 +102,7 @@ def chosen(name: KernelName, reason: str, dropout: float) -> AttentionKernel:
 def find_candidates(backend: str, use: AttentionUse) -> Candidates:
     """Return the kernels that can be used here for --attention-backend.
 
-    Raises:
-        RuntimeError: a kernel was requested and cannot run, or none of several.
+    Raises RuntimeError if a kernel was requested and cannot run, or none of several.
     """
     if backend in ("unfused", "local"):
         return Candidates(("reference",), "asked for")
@@ -170,13 +140,11 @@ def _on_cpu(backend: str, use: AttentionUse) -> Candidates:
 
 
 def _without(names: list[KernelName], lacks: dict[str, str]) -> str:
-    """Return the reason for a choice without timing: what is not used, and why."""
     others = {name: why for name, why in lacks.items() if why and name not in names}
     return f"not used: {_listed(others)}" if others else "the fastest by reputation"
 
 
 def _listed(lacks: dict[str, str]) -> str:
-    """Return kernels and why each is not used; kernels with the same reason share it."""
     by_reason: dict[str, list[str]] = {}
     for name, why in lacks.items():
         if why:
@@ -189,7 +157,7 @@ def _only_reasons(lacks: dict[str, str]) -> dict[str, str]:
 
 
 def lack(name: KernelName, use: AttentionUse) -> str:
-    """Return why a kernel cannot be used for this; empty if it can. Nothing is imported where the device rules it out."""
+    """Return why a kernel cannot be used for this; empty if it can. What the device rules out is not imported."""
     return known_lack(name, use) or _trial(name, replace(use, dropout=0.0))
 
 
@@ -265,16 +233,11 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def _ways_through_torch(name: KernelName, use: AttentionUse) -> tuple[KernelName, ...]:
-    """Return how torch may call a package whose own function does not work; nothing if there is more amiss than that."""
     return (_THROUGH_TORCH[name][0],) if name in _THROUGH_TORCH and not known_lack(name, use) else ()
 
 
 def activate(name: KernelName) -> None:
-    """Put the flash kernel of ``name`` into torch's dispatcher, or torch's own back; for the whole process.
-
-    Raises:
-        RuntimeError: this torch does not know it, or could not give its own back.
-    """
+    """Put the flash kernel of ``name`` into torch's dispatcher, or torch's own back; for the whole process."""
     wanted = next((impl for way, impl in _THROUGH_TORCH.values() if way == name), None)
     current = getattr(attention_of_torch, "current_flash_attention_impl", lambda: None)()
     if current == wanted:
@@ -291,7 +254,7 @@ def activate(name: KernelName) -> None:
 def why_repeated(name: KernelName, use: AttentionUse) -> str:
     """Return why a recomputation repeats attention with this kernel; empty if its results can be kept.
 
-    On a GPU the example is computed with kept results, too, since what that calls is not what the kernel's users call.
+    On a GPU the example is tried with kept results, too: that calls other functions than the kernel's users do.
     """
     if use.context:  # attention in pieces gives it with every kernel
         return ""
@@ -301,11 +264,7 @@ def why_repeated(name: KernelName, use: AttentionUse) -> str:
 
 @cache
 def _trial(name: KernelName, use: AttentionUse, kept: bool = False) -> str:
-    """Return what goes wrong with a small example on the device; empty if the kernel's result is the plain one's.
-
-    Args:
-        kept: the result is that of a second pass, with what a first one has kept.
-    """
+    """Return what goes wrong with a small example; ``kept``: in a second pass with what a first one has kept."""
     try:
         activate(name)
         error = example_error(name, use, kept)
@@ -321,7 +280,7 @@ def _trial(name: KernelName, use: AttentionUse, kept: bool = False) -> str:
 
 
 def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> float:
-    """Return the error of a small example, forward and backward: the largest difference, relative to the largest element."""
+    """Return the error of a small example, forward and backward, relative to the largest element."""
     s, m, r, d = 80, 2, use.queries_per_group, use.head_dim
     documents = ((30, 31, s),) if use.documents else None
     window = None if use.window is None else min(use.window, 17)
@@ -350,6 +309,5 @@ def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> f
 
 
 def _wave(*shape: int, use: AttentionUse, phase: float) -> Tensor:
-    """Return numbers of about 1 with either sign, without drawing from a generator."""
     at = torch.arange(1, 1 + torch.Size(shape).numel(), device=use.device, dtype=torch.float32)
     return torch.sin(at * 1.7 + phase).view(shape).to(use.dtype)

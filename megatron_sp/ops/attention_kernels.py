@@ -1,8 +1,7 @@
 """Attention kernels that return the log of the sums of exponentials (lse), and whose backward takes any output and lse.
 
-That is all that a kernel's backward needs of its forward pass, so a recomputation (``parallel/recompute.py``) that has
-kept (output, lse) builds the same autograd node without computing attention again (DistFlashAttn, arXiv:2310.03294;
-LoongTrain, arXiv:2406.18485).
+That is all that a backward needs of its forward pass, so a recomputation (``parallel/recompute.py``) that has kept
+(output, lse) builds the same autograd node without computing attention again (DistFlashAttn, arXiv:2310.03294).
 
     attend_with(kernel, q, k, v)           computes; autograd saves q, k, v, output and lse
     the same, while results are kept       computes; output and lse are kept
@@ -29,8 +28,8 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 class KeptTensors:
     """Tensors of a forward pass that its recomputation takes instead of computing them again.
 
-    Both passes come by the same places in the same order; each entry has a name, which is compared. An entry may be a
-    section with entries of its own, which can be read later than what follows it.
+    Both passes come by the same places in the same order, and the names of entries are compared. An entry may be a section
+    with entries of its own, which can be read later than what follows it.
     """
 
     def __init__(self) -> None:
@@ -53,11 +52,7 @@ class KeptTensors:
         return made
 
     def take(self, name: str) -> tuple[Tensor, ...]:
-        """Return the next entry, in the second pass, and forget it.
-
-        Raises:
-            RuntimeError: the passes differ.
-        """
+        """Return the next entry, in the second pass, and forget it. Raises RuntimeError if the passes differ."""
         found = self._next(name)
         assert isinstance(found, tuple)
         return found
@@ -116,15 +111,9 @@ class LseKernel(Protocol):
 
 
 def attend_with(kernel: LseKernel, q: Tensor, k: Tensor, v: Tensor, kept: KeptTensors | None = None) -> Tensor:
-    """Compute attention, differentiably.
+    """Compute attention [s_q, m, r, d_v], differentiably.
 
-    Args:
-        kernel: the kernel and its options.
-        q: [s_q, m, r, d].
-        k, v: [s_k, m, 1, d], [s_k, m, 1, d_v].
-        kept: keeps output and lse in the first of two passes, which has no gradients, and has them in the second.
-    Returns:
-        [s_q, m, r, d_v].
+    ``kept`` keeps output and lse in the first of two passes, which has no gradients, and has them in the second.
     """
     if kept is None or kept.replays:
         return _Attention.apply(q, k, v, kernel, None if kept is None else kept.take("attention"))
@@ -150,7 +139,6 @@ class _Attention(torch.autograd.Function):
 
 
 def _is_fused(q: Tensor, k: Tensor) -> bool:
-    """Return whether q and k are parts of one fused tensor."""
     return k.shape[0] == q.shape[0] and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
 
 
@@ -165,11 +153,10 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 @dataclass(frozen=True)
 class DenseCPU:
-    """torch's fused CPU kernel on all pairs, or on those of a causal mask; other masks are ``TiledAttention``'s.
+    """torch's fused CPU kernel on all pairs, or on those of a causal mask.
 
-    It is called directly instead of through scaled_dot_product_attention to save its output only once.
-    SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here
-    both use the copy.
+    It is called directly because SDPA saves its output in the kernel's layout, and the output projection a contiguous copy;
+    here both use the copy.
     """
 
     causal: bool

@@ -1,8 +1,7 @@
 """Pieces of the square of queries and keys, within which attention is computed, in plain numbers.
 
-A mask is pieces in which all pairs are seen, triangles, and bands (``AttentionPiece``). Those of one process follow
-from its documents, lengths and window here; those of several ranks come from ``parallel/context_plan.py``. A ``Stage``
-is all pieces of some queries against the keys of one rank, which a kernel is handed whole.
+A mask is pieces in which all pairs are seen, triangles, and bands. Those of one process follow from its documents,
+lengths and window here; those of several ranks come from ``parallel/context_plan.py``.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ def pieces_of_documents(documents: tuple[tuple[int, ...], ...], causal: bool) ->
 
 
 def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[AttentionPiece, ...]:
-    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for length 0.
-
-    A diagonal may so have more queries than keys.
-    """
+    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for length 0."""
     kind: Kind = "diagonal" if causal else "full"
     return tuple(
         AttentionPiece(sequence, 0, s, 0, min(length, s), kind) for sequence, length in enumerate(lengths) if length > 0
@@ -83,9 +79,9 @@ def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[Att
 
 @lru_cache(maxsize=16)
 def stage_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Stage:
-    """Return the stage of these pieces, the same object for the same ones; with a window of diagonals as long as wide.
+    """Return the stage of these pieces, the same object for the same ones.
 
-    A diagonal longer than the window is one of its first ``window`` queries, which see all before them, and a band.
+    With a window a diagonal longer than it is one of its first ``window`` queries, which see all before them, and a band.
     """
     found = list[AttentionPiece]()
     for piece in pieces:
@@ -115,7 +111,7 @@ def each_key_once(stage: Stage) -> bool:
 def halves(
     pieces: tuple[AttentionPiece, ...], window: int | None
 ) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:
-    """Split the pieces into first ones and others of about the same work; a large one is cut between two queries."""
+    """Split the pieces into two parts of about the same work; a large piece is cut between two queries."""
     work = [_pairs_of_rows(piece, window) for piece in pieces]
     total, before = sum(int(pairs.sum()) for pairs in work), 0
     for index, (piece, pairs) in enumerate(zip(pieces, work, strict=True)):
@@ -131,7 +127,6 @@ def halves(
 
 
 def _pairs_of_rows(piece: AttentionPiece, window: int | None) -> np.ndarray:
-    """Return the number of keys that each query of a piece sees."""
     rows, keys = np.arange(piece.q_stop - piece.q_start), piece.k_stop - piece.k_start
     if piece.kind == "full":
         return np.full(len(rows), keys)
@@ -188,7 +183,6 @@ def tiles_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Tiles:
 
 
 def _tiles_of_band(piece: AttentionPiece, window: int) -> Iterator[Tile]:
-    """Yield a few queries of a band at a time, with the keys that they reach."""
     size, queries, keys = window_tile(window), piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
     for start in range(0, queries, size):
         n, at = min(size, queries - start), start + piece.offset
@@ -209,8 +203,7 @@ def _tiles_of_band(piece: AttentionPiece, window: int) -> Iterator[Tile]:
 def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
     """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length.
 
-    Args:
-        bands: also the tiles of bands. They share keys, so that copies side by side are larger than what is copied.
+    Without ``bands`` those of bands stay alone: they share keys, so that copies side by side are larger than the keys.
     """
     found: list[list[Tile]] = []
     for tile in sorted(tiles, key=lambda t: (t.kind, -t.queries, -t.keys, t.offset, t.sequence, t.start)):

@@ -1,4 +1,4 @@
-"""FlashAttention's packages behind one call: version 2 (``flash_attn``), 3 (``flash_attn_interface``) and 4 (``flash_attn.cute``).
+"""FlashAttention's packages behind one call: version 2 (``flash_attn``), 3 (``flash_attn_interface``), 4 (``flash_attn.cute``).
 
     kernel    package         compute capability    dropout    no window       result
     flash2    flash-attn      8.0 and later         yes        (-1, -1)        out
@@ -6,21 +6,13 @@
     flash4    flash-attn-4    9.0, 10.x to 12.x     no         (None, None)    (out, log of sums)
 
 All take q [b, s, heads, d] and k, v [b, s, groups, d] with any strides but the last, align the causal mask at the last
-query and the last key, count a window as keys before and after a query's own, and sum gradients with atomics unless
-``deterministic`` is set. Arguments go by name: the order differs, and grows in the middle from version to version.
+query and the last key, and sum gradients with atomics unless ``deterministic`` is set. Arguments go by name: their
+order grows in the middle from version to version.
 
-``forward_with_lse`` and ``backward_from_lse`` call what is under those functions, the forward pass that gives the log of
-the sums (lse) and the backward pass that takes it:
-
-    flash2    flash_attn.flash_attn_interface    _flash_attn_forward, _backward, _varlen_forward, _varlen_backward
-    flash3    flash_attn_interface               _flash_attn_forward, _flash_attn_backward
-    flash4    flash_attn.cute.interface          _flash_attn_fwd, _flash_attn_bwd, which torch calls, too
-
-These are not public, so what they take is looked up, and ``lse_lack`` says what is not as it is known here. All give and
-take lse as natural logarithms in fp32, [b, heads, s] or, of packed sequences, [heads, tokens] (flash2 from 2.6 on; before,
-it was padded to the longest). A query without keys has +inf in version 2 (csrc/flash_attn/src/softmax.h) and -inf in
-versions 3 and 4 (hopper/softmax.h, flash_attn/cute/softmax.py). Backward uses out only for rowsum(grad out), and never
-asks where out and lse come from.
+``forward_with_lse`` and ``backward_from_lse`` call what is under those functions (``_UNDER``). It is not public, so
+what it takes is looked up, and ``lse_lack`` says what is not as it is known here. All give and take lse as natural
+logarithms in fp32, [b, heads, s] or packed [heads, tokens] (flash2 from 2.6 on). A query without keys has +inf in
+version 2 and -inf in 3 and 4. Backward uses out only for rowsum(grad out), and never asks where out and lse come from.
 
 Source: Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
 flash_attn/cute/interface.py (4.0.0b36); the capabilities of version 4 are those of its backward pass there.
@@ -47,14 +39,7 @@ FLASH_NAMES: tuple[FlashName, ...] = get_args(FlashName)
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """One of the packages.
-
-    Attributes:
-        title: name for people.
-        package: name in ``availability``.
-        majors: first numbers of the compute capabilities that it has kernels for.
-        has_dropout: it can drop probabilities.
-    """
+    """One of the packages."""
 
     title: str
     package: str
@@ -71,12 +56,7 @@ MOST_HEAD_DIM = 256
 
 
 class Lengths(NamedTuple):
-    """Packed sequences: query i of sequence j is row ``ends_q[j] + i``, and its keys begin at row ``ends_k[j]``.
-
-    Attributes:
-        ends_q, ends_k: cumulative lengths, int32 [n + 1], from 0.
-        longest_q, longest_k: of the longest sequence.
-    """
+    """Packed sequences: query i of sequence j is row ``ends_q[j] + i``, and its keys begin at row ``ends_k[j]``."""
 
     ends_q: Tensor
     ends_k: Tensor
@@ -85,14 +65,7 @@ class Lengths(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Mask of a call: which query attends to which key.
-
-    Attributes:
-        causal: up to its own position, aligned at the last query and the last key.
-        window: keys that a query attends to, itself included; None: all.
-        lengths: None: there is one sequence in each row of the batch.
-        sides: keys before and behind a query's own that it attends to, aligned as ``causal`` is; -1: all. Instead of ``window``.
-    """
+    """Mask of a call: which query attends to which key."""
 
     causal: bool
     window: int | None = None
@@ -100,7 +73,7 @@ class Pairs(NamedTuple):
     sides: tuple[int, int] = (-1, -1)
 
     def reach(self) -> tuple[int, int] | None:
-        """Return the keys before and behind a query's own, -1 for all of a side; None if there is no limit on either."""
+        """Return the keys before and behind a query's own, -1 for all of a side; None if there is no limit."""
         if self.window is not None:
             return self.window - 1, 0
         return None if self.sides == (-1, -1) else self.sides
@@ -108,16 +81,6 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class _UnderIt:
-    """Functions of a package under its public ones.
-
-    Attributes:
-        module: where they are.
-        forward, backward: names, also of those for packed sequences.
-        lse: name of the argument of backward.
-        no_window: what stands for no window.
-        allocates: backward makes the gradients; else it writes into given ones.
-    """
-
     module: str
     forward: tuple[str, str]
     backward: tuple[str, str]
@@ -152,18 +115,7 @@ _NEUTRAL: dict[str, Any] = dict.fromkeys(_NOT_WANTED) | {
 def dense(
     name: FlashName, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, dropout: float
 ) -> Tensor:
-    """Compute attention; with --deterministic-mode by the deterministic backward.
-
-    Args:
-        q: [b, s_q, heads, d], in bf16 or fp16.
-        k, v: [b, s_k, groups, d].
-        window: keys that a query attends to, itself included; None: all.
-        dropout: rate of the probabilities; 0 for packages without.
-    Returns:
-        [b, s_q, heads, d].
-    Raises:
-        RuntimeError: the package is not available.
-    """
+    """Compute attention [b, s_q, heads, d] in bf16 or fp16; ``dropout`` is 0 for packages without."""
     function = availability.load(PACKAGES[name].package).flash_attn_func
     return _one_width(function, q, k, v, _options(name, causal, window, dropout))
 
@@ -180,16 +132,7 @@ def packed(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention of documents one after another; arguments as of ``dense``.
-
-    Args:
-        q: [tokens, heads, d].
-        k, v: [tokens, groups, d].
-        ends: cumulative lengths, int32 [n + 1], from 0.
-        longest: tokens of the longest document.
-    Returns:
-        [tokens, heads, d].
-    """
+    """Compute attention [tokens, heads, d] of documents one after another; ``ends`` are int32 [n + 1], from 0."""
     function = availability.load(PACKAGES[name].package).flash_attn_varlen_func
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
     return _one_width(function, q, k, v, {**lengths, **_options(name, causal, window, dropout)})
@@ -220,16 +163,9 @@ def _one_width(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, op
 def forward_with_lse(
     name: FlashName, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention without autograd, and the log of its sums.
+    """Compute attention without autograd; return it and lse, fp32 [b, heads, s_q], packed [heads, tokens].
 
-    Args:
-        q: [b, s_q, heads, d], packed [tokens, heads, d].
-        k, v: [b, s_k, groups, d], packed [tokens, groups, d].
-        scale: of the scores; None: 1/sqrt(d).
-    Returns:
-        The output, of the shape of q, and lse, fp32 [b, heads, s_q], packed [heads, tokens].
-    Raises:
-        RuntimeError: the package is not as it is known here (``lse_lack``).
+    Raises RuntimeError if the package is not as it is known here (``lse_lack``).
     """
     function, arguments = _function(name, False, pairs), _arguments(name, q, pairs, scale)
     out, lse = _call(function, {"q": q, "k": k, "v": v, "return_lse": True, **arguments})[:2]
@@ -243,12 +179,9 @@ def backward_from_lse(
     name: FlashName, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
     allocate: Callable[[], tuple[Tensor, Tensor, Tensor]], *, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of q, k and v; with --deterministic-mode by the deterministic backward.
+    """Compute the gradients of q, k and v from any out and lse, such as those over more keys than these.
 
-    Args:
-        grad: gradient of the output.
-        out, lse: as from ``forward_with_lse``; any will do, such as those over more keys than these.
-        allocate: makes tensors for the gradients, of which only the last stride must be 1; not called for version 4.
+    ``allocate`` makes tensors for them, of which only the last stride must be 1; version 4 makes its own.
     """
     under, function = _UNDER[name], _function(name, True, pairs)
     arguments = {
@@ -318,7 +251,6 @@ def _arguments(name: FlashName, q: Tensor, pairs: Pairs, scale: float | None) ->
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call with those of the arguments that the function knows, and with neutral ones where it has no default."""
     passed = {}
     for name, parameter in _parameters(function).items():
         wanted = _OTHER_NAMES.get(name, name)
@@ -331,5 +263,4 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, also of one that is registered as an operator of torch."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters

@@ -1,23 +1,15 @@
-"""Attention in pieces on a GPU, by the kernels of ``gpu_kernels.py``: a flash kernel for packed sequences, or cuDNN's.
+"""Attention in pieces by GPU kernels, and the choice between them and the CPU's (``piece_kernel``).
 
-``FlashPieces`` takes the lengths of queries and keys apart, one call for each kind of piece. ``DensePieces`` is a call
-for each piece; it takes no bands, and is for rows of one document.
-
-Pieces of one kind are sequences of a packed batch to the kernel, whatever their number: those of a stage's own rank are
-a call for the diagonals and one for the full pieces, those of another rank one call; bands are called together if their
-windows lie alike. Queries and keys go in as they are where the pieces lie one after another; else their rows are
-gathered. All sequences of a micro-batch that are alike are heads side by side, and grouped queries share their key
-inside the kernel.
+``FlashPieces`` is a flash kernel for packed sequences: pieces of one kind are sequences of one call, those of a stage's
+own rank a call for the diagonals and one for the full pieces, those of another rank one call; bands are called together
+if their windows lie alike. ``DensePieces`` is a call of cuDNN's kernel for each piece; it takes no bands. No sequence
+has no keys: the kernel would give such rows lse = inf (Dao-AILab/flash-attention #978).
 
 The kernel aligns its masks at a piece's last query and last key. Query a of n sees key b of m if
 
     -left <= b - (a + m - n) <= right
 
 which for a band, 0 <= a + offset - b < window, are right = offset - m + n and left = window - 1 - right.
-
-No sequence has no keys: the kernel would give such rows lse = inf (Dao-AILab/flash-attention #978).
-
-Sources: torch/nn/attention/varlen.py for the arguments; flash_attn_varlen_func for the alignment.
 """
 
 from __future__ import annotations
@@ -39,45 +31,32 @@ from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Rows
 
 
 class _Mask(NamedTuple):
-    """Mask of a call: causal, or keys before and behind a query's own that it sees (-1: all)."""
-
     causal: bool
     left: int
     right: int
 
 
 class _Call:
-    """Pieces of one call of the kernel, by their queries; keeps lengths and indices on the device for all layers.
-
-    Args:
-        pieces: share no query.
-        mask: of all of them.
-    """
-
     def __init__(self, pieces: tuple[AttentionPiece, ...], mask: _Mask) -> None:
         self.pieces, self.mask = pieces, mask
         self._known: dict[Hashable, Any] = {}
 
     def where(self, rows: Rows, keys: bool) -> slice | Tensor:
-        """Return where the queries or keys are: a slice if they lie one after another, else an index."""
         name = "where", keys, rows.starts, rows.stride, rows.x.device
         if name not in self._known:
             self._known[name] = _place(self._runs(rows, keys), rows.stride, rows.x.device)
         return self._known[name]
 
     def apart(self, kv: Rows) -> list[tuple[slice | Tensor, slice | Tensor]]:
-        """Return pairs (rows of the call's keys, rows of the tensor); in each no row of the tensor is twice."""
         name = "apart", kv.starts, kv.stride, kv.x.device
         if name not in self._known:
             self._known[name] = _rounds(self._runs(kv, keys=True), kv.stride, kv.x.device)
         return self._known[name]
 
     def pairs(self, device: torch.device) -> Pairs:
-        """Return lengths and mask as a kernel takes them."""
         return Pairs(self.mask.causal, None, self.lengths(device), (self.mask.left, self.mask.right))
 
     def lengths(self, device: torch.device) -> Lengths:
-        """Return the lengths of queries and keys."""
         if device not in self._known:
             queries, keys = [p.q_stop - p.q_start for p in self.pieces], [p.k_stop - p.k_start for p in self.pieces]
             of_q, of_k = (
@@ -88,7 +67,6 @@ class _Call:
         return found
 
     def _runs(self, rows: Rows, keys: bool) -> list[Run]:
-        """Return (first row in the tensor, number of rows) of the queries or keys of each piece."""
         runs = ((p.sequence, p.k_start, p.k_stop) if keys else (p.sequence, p.q_start, p.q_stop) for p in self.pieces)
         return [(rows.starts[sequence] + start * rows.stride, stop - start) for sequence, start, stop in runs]
 
@@ -100,7 +78,6 @@ class FlashPieces:
     kernel: FlashKernel
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        """See ``partial_attention.PieceKernel``."""
         heads = q.x.shape[1:3]
         for call in _calls(stage):
             queries, keys = call.where(q, keys=False), call.where(kv, keys=True)
@@ -111,7 +88,6 @@ class FlashPieces:
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
-        """See ``partial_attention.PieceKernel``."""
         heads, d = inputs.q.x.shape[1:3], inputs.q.width
         gradients = d_kv.x.flatten(2)
         for call in _calls(stage):
@@ -135,22 +111,16 @@ def _keys_and_values(kv: Rows, where: slice | Tensor, k_width: int) -> tuple[Ten
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for the gradients of q, k and v; keys and values may lie side by side, their gradients do not."""
     return torch.empty_like(q), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
 @dataclass(frozen=True)
 class DensePieces:
-    """cuDNN's kernel, a call for each piece.
-
-    Attributes:
-        groups: as for ``gpu_kernels.CUDNN``.
-    """
+    """cuDNN's kernel, a call for each piece; ``groups`` as for ``gpu_kernels.CUDNN``."""
 
     groups: bool
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        """See ``partial_attention.PieceKernel``."""
         k, v = kv.split(q.width)
         for piece in stage.pieces:
             queries, keys = q.of_piece(piece, keys=False), kv.of_piece(piece, keys=True)
@@ -160,7 +130,6 @@ class DensePieces:
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
-        """See ``partial_attention.PieceKernel``."""
         k, v = kv.split(inputs.q.width)
         gradients = d_kv.x.flatten(2)
         for piece in stage.pieces:
@@ -235,7 +204,6 @@ def _taken(x: Tensor, where: slice | Tensor) -> Tensor:
 
 
 def _add(into: Tensor, where: slice | Tensor, x: Tensor) -> None:
-    """Add rows, none of which is twice in ``where``: on a GPU, too, the sum is the same every time."""
     if isinstance(where, slice):
         into[where].add_(x)
     else:

@@ -6,13 +6,8 @@ Softmax over keys A and B is the mean of those over A and over B, weighted by th
     backward    P = exp(q k^T / sqrt(d) - s),  dS = P (d_out v^T - rowsum(d_out out)) / sqrt(d)
                 dq = dS k,  dk = dS^T q,  dv = P^T d_out
 
-where backward needs the *final* out and s, and no merge: each piece adds its share. Sums are kept in fp32 (fp64 for
-fp64).
-
-A ``Stage`` is all pieces of some queries against the keys of one rank, and a kernel is handed it whole: those of
-``tiled_attention.py`` (torch's on the CPU, and the plain reference) and of ``gpu_partial_attention.py``.
-
-Sources: FlashAttention merges so between blocks (arXiv:2205.14135), Ring Attention between ranks (arXiv:2310.01889).
+where backward needs the *final* out and s, and no merge: each piece adds its share. Sums are in fp32 (fp64 for fp64).
+FlashAttention merges so between blocks (arXiv:2205.14135), Ring Attention between ranks (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -37,12 +32,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, "AttentionPiece"], Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of several sequences in one tensor: row i of a sequence is at ``starts[sequence] + i * stride``.
+    """Rows of several sequences in one tensor x [rows, m, ...]: row i of one is at ``starts[sequence] + i * stride``.
 
     If all sequences are alike there is one entry in ``starts``, and the sequences lie side by side in dim 1.
-
-    Attributes:
-        x: [rows of all sequences, m, ...].
     """
 
     x: Tensor
@@ -120,20 +112,10 @@ class Columns:
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece], each: int, attend: Attend) -> Tensor:
-    """Compute attention with any kernel that autograd differentiates, one call per piece.
+    """Compute attention with any kernel that autograd differentiates, one call per piece; zero for queries outside all.
 
-    Gradients are written straight to their places: slices under autograd would need a zero tensor of the full size for
-    each of them, and a concatenation a copy.
-
-    Args:
-        q: [s, m, r, d].
-        k, v: [s, m, 1, d], [s, m, 1, d_v].
-        pieces: which share neither queries nor keys.
-        each: columns of m per sequence.
-        attend: differentiable function of the piece's q [queries, each, r, d], k and v [keys, each, 1, d or d_v], and
-            the piece.
-    Returns:
-        [s, m, r, d_v]; zero for queries outside all pieces.
+    Pieces share neither queries nor keys, and ``each`` is the columns of m per sequence. Gradients are written straight to
+    their places: slices under autograd would need a zero tensor of the full size for each, a concatenation a copy.
     """
     return _OneByOne.apply(q, k, v, pieces, each, attend, torch.is_grad_enabled())
 
@@ -178,18 +160,12 @@ class _OneByOne(torch.autograd.Function):
 
 
 def _place_of(piece: AttentionPiece, each: int) -> tuple[slice, slice, slice]:
-    """Return (query rows, key rows, columns) of a piece."""
     columns = slice(piece.sequence * each, (piece.sequence + 1) * each)
     return slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop), columns
 
 
 def zero_outside(x: Tensor, pieces: Sequence[AttentionPiece], each: int, keys: bool) -> None:
-    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at a sequence's first row and leave no gaps.
-
-    Args:
-        each: columns of m per sequence.
-        keys: rows of the keys; else of the queries.
-    """
+    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at a sequence's first row and leave no gaps."""
     ends = [0] * (x.shape[1] // each)
     for piece in pieces:
         ends[piece.sequence] = max(ends[piece.sequence], piece.k_stop if keys else piece.q_stop)
@@ -199,11 +175,7 @@ def zero_outside(x: Tensor, pieces: Sequence[AttentionPiece], each: int, keys: b
 
 
 class Places(Protocol):
-    """Rows of a call in a tensor.
-
-    Attributes:
-        alone: where they are if they lie one after another; None: ``take`` and ``put`` gather and scatter them.
-    """
+    """Rows of a call in a tensor: slices if they lie one after another (``alone``), else gathered and scattered."""
 
     alone: tuple[slice, slice] | None
 
@@ -215,13 +187,7 @@ class Places(Protocol):
 
 
 class Partial:
-    """Attention of all queries of a rank over the keys so far: out and lse, as ``merge_`` continues them.
-
-    Args:
-        q: [s, m, r, d].
-        columns: heads of the queries and keys.
-        v_width: d_v, width of the values and of the output; None: d.
-    """
+    """Attention of all queries [s, m, r, d] of a rank over the keys so far: out and lse, as ``merge_`` continues them."""
 
     def __init__(self, q: Tensor, columns: Columns, v_width: int | None = None) -> None:
         wide = wide_dtype(q.dtype)
@@ -234,12 +200,9 @@ class Partial:
 
 
 class PartialPart:
-    """AttentionPiece of a ``Partial`` whose heads are uniform.
+    """The heads of a ``Partial`` that are uniform: out [n, m, r, d_v], lse [n, m, r, 1].
 
-    Args:
-        out: [n, m, r, d_v].
-        lse: [n, m, r, 1].
-        seen: bool [sequences, s], rows with a key already.
+    ``seen``, bool [sequences, s], are the rows with a key already.
     """
 
     def __init__(self, out: Rows, lse: Rows, seen: np.ndarray) -> None:
@@ -250,10 +213,7 @@ class PartialPart:
     ) -> None:
         """Continue with the results of a call, out [n * m, r, rows, d_v] and lse [n * m, r, rows].
 
-        Args:
-            spans: (sequence, start, stop) of its queries.
-            at: where they are.
-            is_last: no other call has other heads of these queries.
+        ``spans`` are (sequence, start, stop) of its queries; ``is_last``: no other call has other heads of these queries.
         """
         first = self._is_first(spans)
         if at.alone is not None:
@@ -288,7 +248,6 @@ class PartialPart:
             merge_(mine, sums, out, lse)
 
     def _is_first(self, spans: Sequence[tuple[int, int, int]]) -> bool:
-        """Return whether none of these queries has seen a key."""
         return not any(self.seen[sequence, start:stop].any() for sequence, start, stop in spans)
 
     def _mark(self, spans: Sequence[tuple[int, int, int]]) -> None:
@@ -304,11 +263,7 @@ def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[T
 def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Continue a softmax over further keys, in place; rows that have seen no key have lse -inf, and out 0.
 
-    Args:
-        out: [..., d], fp32 or fp64.
-        lse: [...], of the same dtype.
-        more: [..., d], over the further keys, in any dtype.
-        more_lse: [...].
+    ``out`` [..., d] and ``lse`` [...] are of the dtype of sums, ``more`` of any.
     """
     total = torch.logaddexp(lse, more_lse)
     # -inf less -inf would be NaN
@@ -334,38 +289,25 @@ class BackwardInputs(NamedTuple):
 class PieceKernel(Protocol):
     """Computes the pieces of a stage, for heads that are uniform.
 
-    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d] for one
-    width): what travels between ranks is one tensor, of which a run of rows is a view. ``Rows.split`` takes them apart.
+    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d] for one width):
+    what travels between ranks is one tensor, of which a run of rows is a view. ``row_keys``: int32 [n, m, r, 1], keys of
+    the queries for dropout by hash; None: no dropout.
     """
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        """Continue ``so_far`` with the attention of q [n, m, r, d] over kv [rows, m, d + d_v].
-
-        Args:
-            row_keys: int32 [n, m, r, 1], keys of the queries for dropout by hash; None: no dropout.
-        """
+        """Continue ``so_far`` with the attention of q [n, m, r, d] over kv."""
 
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
-        """Add the gradients to d_q [n, m, r, d] and d_kv [rows, m, d + d_v], which sums the r queries of a head."""
+        """Add the gradients to d_q and to d_kv, which sums the r queries of a head."""
 
 
 def attend(
     kernel: PieceKernel, stage: Stage, q: Tensor, kv: Rows, so_far: Partial, columns: Columns,
     row_keys: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Continue the attention of q over the keys and values of a stage.
-
-    Args:
-        kernel: computes it.
-        stage: pieces, in rows of q and of kv.
-        q: [s, m, r, d].
-        kv: [rows, m of the keys, d + d_v].
-        so_far: is continued in place.
-        columns: heads of the queries and keys.
-        row_keys: int32 [s, m, r], for dropout.
-    """
+    """Continue the attention of q [s, m, r, d] over the keys and values of a stage; ``row_keys`` are int32 [s, m, r]."""
     if not stage.pieces:
         return
     keys = None if row_keys is None else columns.of_queries(row_keys[..., None])
@@ -378,15 +320,10 @@ def attend_backward(
     columns: Columns,
     row_keys: Tensor | None = None, half: int | None = None,
 ) -> None:  # fmt: skip
-    """Add the gradients of a stage.
+    """Add the gradients of a stage to ``d_q`` and ``d_kv``.
 
-    Args:
-        kernel, stage, columns, row_keys: as for ``attend``.
-        inputs: q, final out, final lse and gradient of out; [s, m, r, d or d_v], lse [s, m, r].
-        kv: [rows, m of the keys, d + d_v].
-        d_q: [s, m, r, d], in the dtype of sums.
-        d_kv: as kv, in the dtype of sums, or in any other if each key is in one piece at most.
-        half: 0 or 1: for the first or the second half of the heads alone (``can_halve``). None: for all.
+    ``inputs`` are q, *final* out, final lse and the gradient of out. ``d_q`` is in the dtype of sums, ``d_kv``, too, unless
+    each key is in one piece at most. ``half`` is 0 or 1 for that half of the heads alone.
     """
     if not stage.pieces:
         return

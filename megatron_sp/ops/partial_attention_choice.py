@@ -19,15 +19,9 @@ from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 
 
 def piece_kernel(name: str, x: Tensor, dropout: float = 0.0, *, v: Tensor | None = None) -> PieceKernel:
-    """Return the kernel for pieces that computes as the attention kernel ``name`` does (``ops/attention.py``).
+    """Return the kernel for pieces that computes as the attention kernel ``name`` does, for x [s, m, r, d] and v.
 
-    Args:
-        name: of that kernel.
-        x: queries, [s, m, r, d], like those that will come.
-        dropout: rate of the probabilities.
-        v: values [s, m, 1, d_v] like those that will come; None: they are as wide as the queries.
-    Raises:
-        ValueError: there is none.
+    Raises ValueError if there is none.
     """
     if name == "reference":
         return Reference(dropout)
@@ -52,17 +46,7 @@ def piece_kernel(name: str, x: Tensor, dropout: float = 0.0, *, v: Tensor | None
 
 
 def example_in_pieces(name: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: AttentionMask) -> list[Tensor]:
-    """Compute attention, forward and backward, whose keys come in two parts.
-
-    Args:
-        name: of the attention kernel.
-        q: [s, m, r, d].
-        k, v: [s, m, 1, d], [s, m, 1, d_v].
-        grad: gradient of the output.
-        mask: causal or not, with a window or documents, or neither.
-    Returns:
-        The output and the gradients of q, k and v.
-    """
+    """Return output and gradients of q, k and v of attention whose keys come in two parts."""
     kernel, columns, kv = piece_kernel(name, q, v=v), Columns(1, True), torch.cat((k, v), 3).flatten(2)
     so_far = Partial(q, columns, v.shape[3])
     middle, s = len(q) // 2, len(q)
@@ -84,7 +68,6 @@ def example_in_pieces(name: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, 
 
 
 def _pieces(mask: AttentionMask, s: int, start: int, stop: int) -> Iterator[AttentionPiece]:
-    """Yield the pieces of all queries with the keys from ``start`` to ``stop``, for a row whose sequences are alike."""
     ends = (0, *(mask.documents[0] if mask.documents else (s,)))
     for begin, end in pairwise(ends):
         first, last = max(begin, start), min(end, stop)

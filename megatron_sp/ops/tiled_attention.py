@@ -1,13 +1,10 @@
 """Kernels that compute attention in pieces tile by tile: torch's on the CPU, and the plain reference on any device.
 
 ``CPUFlash`` and ``Reference`` continue a softmax over the keys of several ranks; ``TiledAttention`` is for all keys at
-once.
-
-A band (a sliding window that cuts through a piece) is cut into tiles of queries with the keys that they reach, so that
-no mask is as large as a long piece; anything else is one tile. Tiles of one shape, whose calls would cost more than
-their work, are copied side by side, diagonals of about the same length right-padded to the longest: causal attention
-never sees later positions, and their gradient is zero. No tile has a query without keys: torch's CPU kernel gives such
-a row lse = 0, which would win over real rows.
+once. A band is cut into tiles of queries with the keys that they reach, so that no mask is as large as a long piece;
+anything else is one tile. Small tiles of one shape are copied side by side, diagonals of about the same length padded
+to the longest: causal attention never sees later positions, and their gradient is zero. No tile has a query without
+keys: torch's CPU kernel gives such a row lse = 0, which would win over real rows.
 """
 
 from __future__ import annotations
@@ -35,14 +32,11 @@ _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Tiles of one kernel call; it keeps where their rows are."""
-
     tiles: Tiles  # longest first
     columns: slice  # of m; all, if there are several tiles
     _known: dict[Hashable, _RowNumbers] = field(default_factory=dict, repr=False)
 
     def row_numbers(self, rows: Rows, keys: bool) -> _RowNumbers:
-        """Return where the rows of several tiles are in a tensor."""
         name = keys, rows.starts, rows.stride
         if name not in self._known:
             places = [
@@ -60,11 +54,6 @@ class _Call:
 
 
 class _RowNumbers(NamedTuple):
-    """Row numbers [n, longest] of n tiles in a tensor, and which are not behind the end of their tile; None: all.
-
-    On the host and no tensors, for they outlive what they were made under (``torch.device``, fake tensors).
-    """
-
     rows: np.ndarray
     valid: np.ndarray | None
 
@@ -89,14 +78,6 @@ def _calls(stage: Stage, q: Tensor, v_width: int, bands: bool) -> tuple[_Call, .
 
 
 class _At:
-    """Gather and scatter of the rows of a kernel call.
-
-    Args:
-        call: the kernel call.
-        rows: where the rows are.
-        keys: True for the rows of the keys; else those of the queries.
-    """
-
     def __init__(self, call: _Call, rows: Rows, keys: bool) -> None:
         self.alone: tuple[slice, slice] | None = None
         if len(call.tiles) == 1:
@@ -113,7 +94,6 @@ class _At:
             self.real = to_device(torch.tensor(np.flatnonzero(valid)), device)
 
     def take(self, x: Tensor, zero_behind: bool = False) -> Tensor:
-        """Gather rows: [rows, m, r, d] -> [n * m, r, longest, d]; a view for one tile."""
         if self.alone is not None:
             return x[self.alone].permute(1, 2, 0, 3)
         taken = x.index_select(0, self.index)
@@ -122,14 +102,12 @@ class _At:
         return taken.unflatten(0, self.shape).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
     def put(self, into: Tensor, x: Tensor) -> None:
-        """Write rows [n * m, r, longest, d], of which none is twice in ``into``."""
         if self.alone is not None:
             into[self.alone].copy_(x.permute(2, 0, 1, 3))
         else:
             into.index_copy_(0, *self._flat(x.to(into.dtype)))
 
     def add(self, into: Tensor, x: Tensor) -> None:
-        """Add rows [n * m, r, longest, d] to those of ``into``."""
         if self.alone is not None:
             into[self.alone].add_(x.permute(2, 0, 1, 3))
         else:
@@ -144,8 +122,6 @@ class _At:
 
 
 class _Block(NamedTuple):
-    """Operands of a kernel call."""
-
     q: Tensor  # [n, r, rows, d]
     k: Tensor  # [n, 1, keys, d]
     v: Tensor  # [n, 1, keys, d_v]
@@ -155,8 +131,6 @@ class _Block(NamedTuple):
 
 
 class _TileKernel:
-    """A kernel that computes tiles, whatever computes one of them."""
-
     dropout = 0.0
 
     def attend(self, block: _Block) -> tuple[Tensor, Tensor]:
@@ -164,11 +138,10 @@ class _TileKernel:
         raise NotImplementedError
 
     def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, and of k and v for each query or summed over r; out and lse are the final ones."""
+        """Return the gradients of q, and of k and v for each query or summed over r."""
         raise NotImplementedError
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        """See ``PieceKernel``."""
         for call, queries, _, block in self.calls(stage, q, *kv.split(q.width), row_keys):
             spans = [(tile.sequence, tile.start, tile.start + tile.queries) for tile in call.tiles]
             so_far.add(spans, queries, *self.attend(block), is_last=call.columns.stop == q.x.shape[1])
@@ -176,7 +149,6 @@ class _TileKernel:
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
-        """See ``PieceKernel``."""
         q, out, lse, d_out = inputs
         into_k, into_v = d_kv.split(q.width)
         for _, queries, keys, block in self.calls(stage, q, *kv.split(q.width), row_keys):
@@ -194,7 +166,6 @@ class _TileKernel:
     def calls(
         self, stage: Stage, q: Rows, k: Rows, v: Rows, row_keys: Rows | None, *, bands: bool = True
     ) -> Iterator[tuple[_Call, _At, _At, _Block]]:
-        """Yield each kernel call, the places of its queries and keys, its operands; ``bands``: of ``batches_of``."""
         for call in _calls(stage, q.x, v.width, bands):
             queries, keys, keep = _At(call, q, keys=False), _At(call, k, keys=True), None
             if self.dropout > 0:
@@ -228,14 +199,10 @@ class CPUFlash(_TileKernel):
 
 @dataclass(frozen=True)
 class TiledAttention:
-    """Attention over all keys of a mask, by torch's CPU kernel (an ``LseKernel``); its lse are those of the calls.
+    """Attention over all keys of a mask by torch's CPU kernel, an ``LseKernel``; its lse are those of the calls.
 
-    Every query is in one piece, so nothing is merged: results are written straight to their places, in the dtype of q.
-    They are zero for queries outside of all pieces.
-
-    Attributes:
-        stage: pieces that share no query; only the tiles of a band share keys.
-        sequences: number of sequences with pieces of their own; 1 if all are alike.
+    Every query is in one piece, so nothing is merged: results go straight to their places in the dtype of q, zero for
+    queries outside all pieces.
     """
 
     stage: Stage
@@ -278,7 +245,6 @@ class TiledAttention:
 
 
 def _causal_and_mask(block: _Block) -> tuple[bool, Tensor | None]:
-    """Return (whether to use the kernel's causal mask, additive mask of a band or None)."""
     tile = block.tile
     if tile.kind != "band":
         return tile.kind == "diagonal", None
@@ -359,7 +325,6 @@ def _keep(stage: Stage, call: _Call, row_keys: Tensor, rate: float) -> Tensor:
 
 
 def _channels(stage: Stage, tile: Tile) -> list[Run]:
-    """Return the runs of positions of a tile's keys, counted from the beginning of their document."""
     found, at = [], 0
     for start, stop in stage.key_runs[tile.sequence]:
         first, last = max(tile.first_key, at), min(tile.first_key + tile.keys, at + stop - start)

@@ -46,13 +46,9 @@ class AllHeadsPlan:
 
 
 def norm_all_heads(q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], plan: AllHeadsPlan) -> tuple[Tensor, Tensor]:
-    """Normalize queries and keys. Every rank of tp and sp must call it, and run its backward.
+    """Normalize queries [s, b, n d of this rank] and keys [s, b, g d]; ``weights`` are [n d], [g d] of all heads.
 
-    Args:
-        q: [s, b, n d of this rank]. k: [s, b, g d of this rank].
-        weights: [n d], [g d] of all heads.
-    Returns:
-        As q and k.
+    Every rank of tp and sp must call it, and run its backward.
     """
     q, k = _NormAllHeads.apply(q, k, *weights, plan)
     return q, k

@@ -26,24 +26,16 @@ class AllToAllGroup:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks in the group."""
         return self.group.size()
 
     @cached_property
     def rank(self) -> int:
-        """This rank in the group."""
         return self.group.rank()
 
     def exchange_async(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
-        """Start an exchange; without ``overlap`` it is complete when this returns.
+        """Start an exchange of flat ``send``, whose r-th run of ``send_counts[r]`` elements is for rank r.
 
-        Args:
-            name: name of the exchange for the recorder.
-            send: flat; the part for rank r is the r-th run of ``send_counts[r]`` elements.
-            send_counts: number of elements for each rank.
-            receive_counts: number of elements from each rank.
-        Returns:
-            Handle of a flat tensor with the parts from each rank, one after another; on a single rank ``send`` itself.
+        Returns the handle of the parts from each rank, one after another; on a single rank of ``send`` itself.
         """
         if self.size == 1:
             return done(send)

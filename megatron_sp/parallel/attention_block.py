@@ -38,16 +38,11 @@ def attention_block(
     x: Tensor, norm: NormInFront | None, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None],
     core: Core, plan: AttentionPlan, *, main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute proj(attention(qkv(norm(x)))), plus x with ``plan.add_input``.
+    """Compute proj(attention(qkv(norm(x)))), plus x with ``plan.add_input``, for x [s/(sp * tp parts), b, h].
 
-    Args:
-        x: [s/(sp * tp parts), b, h].
-        norm: norm before the QKV projection, or None.
-        qkv: weight [rows, h] of this tp rank, of whose rows the plan's messages speak, bias or None.
-        proj: weight [h, n*d_v] of this tp rank, bias [h] or None.
-        main_grad: receives the gradients of all parameters; if None, they go through autograd.
-    Returns:
-        (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
+    ``qkv`` are weight [rows, h] of this tp rank and bias or None, ``proj`` weight [h, n*d_v] and bias. Without a
+    ``main_grad`` the parameters' gradients go through autograd. Also returned is x for a residual branch outside, whose
+    gradient is added inside this op.
     """
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
     params = _Params(*norm_params, *qkv, *proj)
@@ -58,8 +53,6 @@ def attention_block(
 
 
 class _Options(NamedTuple):
-    """Arguments of the op that are not tensors of autograd."""
-
     norm: NormInFront | None
     params: _Params
     core: Core
@@ -70,8 +63,6 @@ class _Options(NamedTuple):
 
 
 class _Params(NamedTuple):
-    """The block's parameters, in the order of the op's arguments."""
-
     norm_weight: Tensor | None
     norm_bias: Tensor | None
     w_qkv: Tensor
@@ -81,8 +72,6 @@ class _Params(NamedTuple):
 
 
 class _Grads(NamedTuple):
-    """Gradients of x and of the parameters for autograd; None for one that is not needed or is in the main_grad."""
-
     x: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
@@ -93,8 +82,6 @@ class _Grads(NamedTuple):
 
 
 class _Needs(NamedTuple):
-    """Flags of x and of the parameters that need a gradient."""
-
     x: bool
     norm_weight: bool
     norm_bias: bool
@@ -151,8 +138,6 @@ class _AttentionBlock(torch.autograd.Function):
 
 
 class _Backward:
-    """One backward pass: output projection, attention chunk by chunk, QKV projection message by message, norm."""
-
     def __init__(self, ctx: Any, options: _Options) -> None:
         self.run: HeadsPass = ctx.run
         self.norm, self.params, core, self.plan, self.main_grad, _, num_passed = options
@@ -168,11 +153,6 @@ class _Backward:
         self.run.restore(others[len(self.pieces) :])
 
     def run_phases(self, grad: Tensor, passed: Tensor | None) -> tuple[_Grads, list[Tensor | None]]:
-        """Return the gradients of x and the parameters, and those of the core's parameters.
-
-        Args:
-            passed: gradient of x from the residual branch outside, or None.
-        """
         self.plan.sp.mark(OUTPUT_PROJECTION)
         grad = grad.contiguous()
         # the input may get two gradients from outside: they meet at the end, so that their sum does not live through
@@ -214,12 +194,6 @@ class _Backward:
     def _qkv_projection(
         self, arriving: list[tuple[Message, Handle]]
     ) -> tuple[Tensor | None, Tensor | None, Handle | None, tuple[Tensor, ...]]:
-        """Compute the gradients of the QKV projection from those of the heads, message by message as they arrive.
-
-        Returns:
-            (gradient of the weight, of the bias, handle of that of the normed x or None if it is not needed, the norm's
-            statistics).
-        """
         needs, w_qkv, plan = self.needs, self.params.w_qkv, self.plan
         if (
             self.main_grad is not None and plan.sp.size > 1

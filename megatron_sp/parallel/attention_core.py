@@ -2,7 +2,6 @@
 
 A ``Core`` makes q, k and v of what a rank has received and computes attention with them. Where it names a kernel whose
 backward can be called (``Core.call``), a chunk's attention is a call without a graph, else an ordinary autograd graph.
-``parallel/ulysses.py`` runs either through ``attend`` and ``attend_backward``, and knows neither.
 """
 
 from __future__ import annotations
@@ -49,15 +48,12 @@ class Core:
     ) -> KernelCall | None:
         """Return the kernel that computes the attention, and its operands, made without a graph; None: autograd must.
 
-        ``shared``: keys and values that an earlier chunk has brought. May modify the buffers, unless it returns None.
+        ``shared`` are keys and values that an earlier chunk has brought. May modify the buffers, unless it returns None.
         """
         return None
 
     def prepare_backward(self, grads: Heads, shapes: dict[str, torch.Size], share: Share) -> dict[str, Tensor]:
-        """Return the gradients of the received parts after ``call``, perhaps in the memory of those of the heads.
-
-        ``grads``: of q, and of k and v if this chunk has brought them.
-        """
+        """Return the gradients of the received parts after ``call``, perhaps in the memory of the heads'."""
         raise NotImplementedError
 
 
@@ -98,9 +94,7 @@ def attend(
 ) -> Graph | Call:  # fmt: skip
     """Compute the attention of a share from what has been received; add its keys and values to ``shared``.
 
-    Args:
-        results: keeps the results for a backward that makes the heads again, or has them.
-        train: backward follows.
+    ``results`` keeps the results for a backward that makes the heads again, or has them; ``train``: backward follows.
     """
     group = share.uses.start
     call = core.call(buffers, share, shared.get(group)) if train else None
@@ -129,10 +123,8 @@ def attend_backward(
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:  # fmt: skip
     """Return the gradients of a chunk's received parts, and those of the core's parameters.
 
-    Args:
-        sources: of heads that are remade, the states with the groups' keys and values.
-        d_out: [s, m, r, d_v].
-        d_shared: gradients of keys and values from a group's later chunks, whose backward ran first.
+    ``sources``: of heads that are remade, the states with the groups' keys and values. ``d_shared``: gradients of keys and
+    values from a group's later chunks, whose backward ran first.
     """
     group, none = share.uses.start, [None] * len(core.parameters)
     if isinstance(state, Call):

@@ -1,20 +1,17 @@
 """Attention over the positions of all cp ranks, with keys and values exchanged as the mask needs them.
 
 Rank i has the queries, keys and values of its own positions (``context_plan.py``). In shift t = 1 .. c-1 it sends to
-rank i+t the rows of its keys and values that that rank's queries see, and receives such rows from rank i-t: each row
-goes straight to who needs it, and nowhere else; a shift in which nobody needs anything does not take place. Softmax is
-continued over what arrives (``ops/partial_attention.py``):
+rank i+t the rows of its keys and values that that rank's queries see, and receives such rows from rank i-t; a shift in
+which nobody needs anything does not take place. Softmax is continued over what arrives (``ops/partial_attention.py``):
 
     forward     own pieces | pieces with i-1 | pieces with i-2 | ...    the next shift's rows travel under these
                  kv 1 -----^  kv 2 ----------^
     backward    own pieces, first half | pieces with i-1 | pieces with i-2 | ... | own pieces, second half
                  kv 1 -----------------^  kv 2 ----------^  d kv 1 to i-1       d kv c-1 ---------------^
 
-The halves are halves of the heads, for a triangle cut in two takes longer than whole; with a single key/value head, of
-the pieces. Backward has the keys and values sent once more (or kept, ``keep_kv``). A rank computes what its queries add
-to the gradients of another's keys and values, sends it to their owner in the dtype of the activations, and the owner
-adds up in fp32 (fp64 for fp64): its own if they are of the first half, then by distance as they arrive, then its own of
-the second half and the last that arrives. The order is given by plan and heads, so results repeat bit for bit.
+Backward has the keys and values sent once more (or kept, ``keep_kv``). A rank sends what its queries add to another's
+gradients of keys and values in the dtype of the activations, and the owner adds up in fp32 (fp64 for fp64) in an order
+that plan and heads give, so results repeat bit for bit.
 
 Sources: Ring Attention (arXiv:2310.01889), whose ring of equal parts this is not; DistFlashAttn (arXiv:2310.03294);
 planned exchange for packed documents: MagiAttention (arXiv:2505.13211).
@@ -67,23 +64,14 @@ def context_attention(
 ) -> ContextAttention:  # fmt: skip
     """Compute the attention of this rank's queries over the keys and values of all cp ranks. Collective over cp.
 
-    Args:
-        q: [L, m, r, d], the queries of this rank's L positions; m = b * groups, those of a sequence side by side.
-        kv: [L, m, d + d_v], keys and values side by side (``paired``); [L, m, 2, d] will do, too.
-        plan: who has which positions, and who needs what.
-        counts: number of queries of each key/value head of a sequence, if these differ: q is then [L, b * sum(counts),
-            1, d] and kv [L, b * len(counts), d + d_v]. None: r queries each.
-        row_keys: int32 [L, m, r], keys of the queries for dropout by hash.
-        kept: result of an earlier pass over the same inputs: forward computes and exchanges nothing, and backward is as
-            if it had. With ``keep_kv`` its ``received`` are used; without them they are sent again.
-        slices: q and kv are of a slice of the row, which the plan knows (``ContextPlan.keys``): keys and values of the
-            slices before it. The backward passes of a row's slices must run from the last one to the first.
-        cover: independent work for the end of backward, while the last gradients of this rank's keys are on their way.
-    Returns:
-        Attention, and what to keep of it.
-    Raises:
-        ValueError: the tensors are not those of the plan.
-        RuntimeError: the plan leaves out pairs that the mask allows.
+    ``q`` is [L, m, r, d] for this rank's L positions, with the heads of a sequence side by side in m, ``kv`` [L, m, d + d_v]
+    (``paired``) or [L, m, 2, d]. Where the numbers of queries of a sequence's keys differ, they are ``counts``, q is [L,
+    b * sum(counts), 1, d] and kv [L, b * len(counts), d + d_v]. ``row_keys``: int32 [L, m, r], for dropout by hash.
+    ``kept`` is the result of an earlier pass over the same inputs: forward computes and exchanges nothing. ``slices`` has
+    keys of earlier slices of the row; their backward passes run from the last to the first. ``cover`` is independent work
+    for the end of backward.
+
+    Raises ValueError for tensors that are not the plan's, RuntimeError if the plan leaves out pairs that the mask allows.
     """
     columns = _checked(q, kv, plan, cp, batch, counts)
     # whether backward may follow is known here only: inside forward autograd is always off
@@ -92,10 +80,7 @@ def context_attention(
 
 
 def paired(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values side by side, [L, m, 1, d] and [L, m, 1, d_v] -> [L, m, d + d_v].
-
-    It is the same memory if they are so already, else a copy.
-    """
+    """Return keys and values side by side, [L, m, d + d_v]: the same memory if they are so already, else a copy."""
     return _Paired.apply(k, v)
 
 
@@ -154,13 +139,6 @@ def _checked(
 
 @dataclass(frozen=True)
 class _Message:
-    """Layout of the rows that rank j sends to rank i, and on the way back of their gradients.
-
-    A row is the key and the value of each head, so that one exchange carries both. Where all sequences need the same
-    rows these lie as in [L, m, d + d_v], and one run of them is no copy; else the rows of one sequence follow those of
-    another, [rows, m / b, d + d_v].
-    """
-
     runs: tuple[tuple[Run, ...], ...]  # for each sequence (one entry if all are alike) runs of rows of L_j
     columns: Columns
 
@@ -213,15 +191,11 @@ class _Message:
 
 
 class _Half(NamedTuple):
-    """Half of a stage: some of its pieces, or all of them for one half of the heads."""
-
     stage: Stage
     heads: int | None = None
 
 
 class _Tables:
-    """Stages, messages and shifts of a rank, for all layers and passes; derived from the plan when first asked for."""
-
     def __init__(self, plan: ContextPlan, rank: int, columns: Columns) -> None:
         self.plan, self.rank, self.columns = plan, rank, columns
         size = plan.cp_size
@@ -248,10 +222,6 @@ class _Tables:
         return self._stages[j]
 
     def halves(self, by_heads: bool) -> tuple[_Half, _Half]:
-        """Return two halves of the stage with own keys: the last gradients, if there are any, travel under the second.
-
-        With ``by_heads`` each has half of the heads, which costs nothing, else half of all heads' work, in more pieces.
-        """
         own = self.stage(self.rank)
         if by_heads and self.shifts:
             return _Half(own, 0), _Half(own, 1)
@@ -268,8 +238,6 @@ def _tables_of(plan: ContextPlan, rank: int, columns: Columns) -> _Tables:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Arguments of the op that are not tensors, and the exchanges of a rank."""
-
     plan: ContextPlan
     cp: ContextParallel
     kernel: PieceKernel
@@ -305,8 +273,6 @@ class _Pass:
 
 
 class _Arrivals:
-    """Keys and values of other ranks, shift by shift, some shifts ahead of their use."""
-
     def __init__(self, pass_: _Pass, kv: Tensor, kept: tuple[Tensor, ...] = ()) -> None:
         self.pass_, self.kv, self.kept = pass_, kv, kept
         self.shifts = pass_.tables.shifts

@@ -1,22 +1,19 @@
-"""Plan of context parallelism, in plain numbers: who has which positions of a row, which keys travel to whom, and of
-which calls attention consists.
+"""Plan of context parallelism, in plain numbers: who has which positions, which keys travel to whom, which calls to make.
 
 A row of s positions is cut into equal chunks and these are dealt to the cp ranks (``cut_row``); rank i has the L_i
-positions of its chunks, in order. From the mask (``RowMask``) follows for every pair of ranks which rows of j's keys
-and values rank i's queries see (``ContextPlan.rows``), which is what j sends to i and nothing else, and the list of
-rectangles, triangles and bands of pairs that i computes with them (``ContextPlan.pieces``).
+positions of its chunks, in order. From the mask follows for every pair of ranks which rows of j's keys and values rank
+i's queries see (``ContextPlan.rows``), which is what j sends to i, and the rectangles, triangles and bands of pairs that
+i computes with them (``ContextPlan.pieces``). Every rank derives the same plan from the same mask. Nothing has to
+divide anything, and a rank's share may be empty.
 
-Every rank derives the same plan from the same mask, so nothing has to be agreed on; a rank computes only the parts that
-it asks for. Nothing has to divide anything: lengths, chunks and documents may be odd, and a rank's share may be empty.
+A mask is a list of spans, queries that all see keys of one range only: documents, or the real keys of a padded
+sequence. Under a causal mask the queries of one span within one run of rank i see in their own run a triangle
+("diagonal"), and all of their span's keys that j has before that run ("full"): j's chunks lie one after another in the
+message, so that one rectangle takes several of them. Where a window ends inside such a rectangle it is a "band", one
+for each run of keys.
 
-The kinds of pieces. A mask is a list of spans, queries that all see keys of one range only: documents, or the real keys
-of a padded sequence. Under a causal mask the queries of one span within one run of rank i see in their own run a
-triangle ("diagonal"), and all of their span's keys that j has before that run ("full"): j's chunks lie one after
-another in the message, so that one rectangle takes several of them. Where a window ends inside such a rectangle it is
-a "band", one for each run of keys.
-
-A causal row in two chunks a rank is dealt as the zigzag of Llama 3 (arXiv:2407.21783) and ring-flash-attention;
-MagiAttention (arXiv:2505.13211) deals chunks by area, too, without regard to who then needs whose keys.
+A causal row in two chunks a rank is the zigzag of Llama 3 (arXiv:2407.21783); MagiAttention (arXiv:2505.13211) deals
+chunks by area, too, without regard to who then needs whose keys.
 """
 
 from __future__ import annotations
@@ -42,8 +39,6 @@ _PAIRS_PER_ROW = 1024
 
 
 class _Span(NamedTuple):
-    """Queries that see keys of one range alone: that of the queries themselves, or, if causal, one before them."""
-
     q_start: int
     q_stop: int
     k_start: int
@@ -75,8 +70,6 @@ def _triangle(n: int, most: int) -> int:
 
 
 class _Part(NamedTuple):
-    """Queries of one span within one run of positions, and the range of the keys that at least one of them sees."""
-
     q_start: int
     q_stop: int
     k_start: int
@@ -84,8 +77,6 @@ class _Part(NamedTuple):
 
 
 class _Index:
-    """Spans of a mask by position: how many pairs queries see, and which keys, without a look at every position."""
-
     def __init__(self, mask: RowMask) -> None:
         self.length, self.causal, self.window, self.packed = (
             mask.length,
@@ -124,11 +115,6 @@ class _Index:
         return area
 
     def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Part]:
-        """Yield the parts of a run of queries, in order; their range of keys may be empty.
-
-        ``outside``: only those that see keys outside the run: its first or its last part, since spans between them are
-        documents that lie within the run.
-        """
         spans, starts = self.spans[sequence], self.starts[sequence]
         first, last = bisect_right(starts, run[0]) - 1, bisect_right(starts, run[1] - 1) - 1
         for index in sorted({first, last}) if outside else range(first, last + 1):
@@ -143,7 +129,6 @@ class _Index:
                 yield _Part(q_start, q_stop, k_start, k_stop)
 
     def num_received(self, runs: Runs, held: Runs) -> int:
-        """Return how many rows a rank with queries ``runs`` and keys ``held`` receives from all others."""
         total, own = 0, _Numbering(held)
         for sequence in range(len(self.spans)):
             needed = merge_runs(
@@ -159,32 +144,19 @@ def _index_of(mask: RowMask) -> _Index:
 
 
 def areas_before(mask: RowMask) -> Callable[[int], int]:
-    """Return a function of a position: the pairs of all queries before it, in all sequences that the mask describes."""
+    """Return a function of a position: the pairs of all queries before it, in all sequences of the mask."""
     return _index_of(mask).area_before
 
 
 @lru_cache(maxsize=256)
 def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Run | None = None) -> tuple[Runs, ...]:
-    """Deal the positions of a row to the cp ranks so that all have about as many pairs, and as many positions.
+    """Deal the positions of a row, or of a slice ``part`` of it, to the cp ranks: about as many pairs for each.
 
-    The row is cut into equal chunks, the same number for each rank. With one chunk each, rank i has chunk i; else
-    ``load_balancing.py`` deals them by area. All sequences of the micro-batch are cut alike, by the sum of their areas.
-
-    Without ``num_chunks``, the number is 1 for a bidirectional row, whose chunks are all alike, and for windows up to
-    a quarter of the row, of which each chunk needs one more. Else it is the fewest of 1, 2, 4 and 8 (and 16 for
-    documents) with which attention takes at most 2 % longer than if the mean rank's pairs were all; if there is none,
-    the fewest at most 2 % above the best. Time is that of the slowest rank where the exchange is hidden: of computing
-    its pairs or of receiving its rows, whichever is longer, a row counting as much as 1,024 pairs. This gives 2 for a
-    causal row, the zigzag. docs/benchmarks/context_plan.md has what other rules cost.
-
-    Args:
-        num_chunks: chunks for each rank; fewer in a row that has fewer positions.
-        part: only these positions, a slice of the row (``sequence_slices.py``); None: all.
-    Returns:
-        Runs of positions of each rank, in order, chunks that follow one another as one run. Numbers of positions differ
-        by at most the number of chunks; a rank has none only if there are fewer positions than ranks.
-    Raises:
-        ValueError: a size is below 1.
+    Returns runs of positions of each rank, in order. The row is cut into equal chunks, ``num_chunks`` for each rank, which
+    ``load_balancing.py`` deals by area; with one each, rank i has chunk i. Without ``num_chunks`` it is the fewest with
+    which attention takes at most 2 % longer than if the mean rank's pairs were all, or the fewest at most 2 % above the
+    best; time is that of the slowest rank where the exchange is hidden. This gives 2 for a causal row, the zigzag.
+    Raises ValueError if a size is below 1.
     """
     if cp_size < 1 or (num_chunks is not None and num_chunks < 1):
         raise ValueError(f"cp_size ({cp_size}) and the number of chunks for each rank ({num_chunks}) must be 1 or more")
@@ -237,8 +209,6 @@ def _num_rows(runs: Iterable[Run]) -> int:
 
 
 class _Numbering:
-    """Runs of positions laid one after another: which row a position is."""
-
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self.starts = [start for start, _ in runs]
@@ -257,16 +227,10 @@ class _Numbering:
 
 
 class ContextPlan:
-    """Plan of the exchange and of the pieces; the same on all ranks.
+    """Plan of the exchange and of the pieces; the same on all ranks, computed when asked for, and kept.
 
-    Results are computed when they are first asked for, and kept.
-
-    Attributes:
-        runs: runs of positions of each rank, in order, which it has the queries of.
-        keys: runs of positions that it has the keys of: the same, or with slices of the row (``sequence_slices.py``)
-            those of all slices so far. The L_i of a key's row are those of these runs.
-        lengths: L_i, number of positions of each rank's queries.
-        alike: all sequences have the same pieces and rows, which are described once.
+    ``runs`` are runs of positions of each rank's queries, ``keys`` those of its keys: the same, or with slices of the row
+    (``sequence_slices.py``) those of all slices so far, of whose positions a key's row is the number.
     """
 
     def __init__(self, mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None = None) -> None:
@@ -282,12 +246,9 @@ class ContextPlan:
         self._checked: set[int] = set()
 
     def rows(self, i: int, j: int) -> tuple[Runs, ...]:
-        """Return the positions whose keys and values rank j sends to rank i: those that at least one query of i sees.
+        """Return the runs of positions whose keys and values rank j sends to rank i, which sees them, for each sequence.
 
-        With j = i: those of its own that it uses.
-
-        Returns:
-            For each sequence (one entry if all are alike) the runs of positions, in order.
+        With j = i: those of its own that it uses. There is one entry if all sequences are alike.
         """
         if (i, j) not in self._rows:
             held = self._numberings_of_keys[j]
@@ -307,11 +268,7 @@ class ContextPlan:
         )
 
     def num_rows(self, i: int, j: int, batch: int) -> int:
-        """Return how many rows travel from rank j to rank i for ``batch`` sequences; 0 if i is j.
-
-        Raises:
-            ValueError: the mask describes another number of sequences.
-        """
+        """Return how many rows travel from rank j to rank i for ``batch`` sequences; 0 if i is j."""
         self._check_batch(batch)
         if i == j:
             return 0
@@ -350,8 +307,8 @@ class ContextPlan:
     def pieces(self, i: int, j: int) -> tuple[AttentionPiece, ...]:
         """Return the pieces of rank i's queries with rank j's keys: by sequence, then by queries, then by keys.
 
-        Every pair that the mask allows is in exactly one piece, and no other pair is; every query of a piece sees a key
-        of it. A query is in at most one full piece.
+        Every pair that the mask allows is in exactly one piece, and no other pair is; every query of a piece sees a key of it,
+        and is in at most one full piece.
         """
         if (i, j) not in self._pieces:
             self._pieces[i, j] = tuple(
@@ -364,11 +321,7 @@ class ContextPlan:
         return self._index.area(self.runs[i])
 
     def require_all_pairs(self, i: int) -> None:
-        """Check that the pieces of rank i are all pairs that the mask allows its queries: no key is left out silently.
-
-        Raises:
-            RuntimeError: they are not.
-        """
+        """Raise RuntimeError unless the pieces of rank i are all pairs that the mask allows its queries."""
         if i not in self._checked:
             found = sum(self._pairs(piece) for j in range(self.cp_size) for piece in self.pieces(i, j))
             if found != self.area(i):
@@ -457,13 +410,8 @@ class ContextPlan:
 def plan_context(mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None = None) -> ContextPlan:
     """Return the plan for a mask and the runs of positions of each rank, the same object for the same ones.
 
-    Args:
-        mask: of the whole row.
-        runs: of the queries, as ``cut_row`` gives them; with ``keys`` those of a slice of the row.
-        keys: runs of each rank's keys, which are those of the slice and of all before it; None: a row is not sliced.
-    Raises:
-        ValueError: the runs do not cover the row (with ``keys`` the slice, and all that is before its end) once, or
-            those of a rank are not in order or touch.
+    ``keys`` are those of a slice of the row and of all before it; None: a row is not sliced. Raises ValueError if the runs
+    do not cover the row (or slice) once, or those of a rank are not in order or touch.
     """
     return _plan(mask, runs, keys)
 

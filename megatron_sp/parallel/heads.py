@@ -1,12 +1,9 @@
 """Distribution of heads over sp ranks: the plan of a Ulysses exchange, in plain numbers.
 
-A projection makes the heads of three sections, q, k and v, each head from its own rows of the weight; r query heads
-use one key and one value head. The query heads of a tp rank are distributed over P sp ranks in contiguous runs,
-ceil(n/P) on the first ranks; a rank gets the key/value heads that its queries use, so these are sent unexpanded, and to
-several ranks if they share one (arXiv:2309.14509).
-
-A plan is a list of chunks, which pass through projection, exchange, attention and the exchange back one after another,
-and for each chunk the messages that carry its q, k and v:
+r query heads use one key and one value head. The query heads of a tp rank are distributed over P sp ranks in contiguous
+runs, ceil(n/P) on the first ranks; a rank gets the key/value heads that its queries use, so these are sent unexpanded,
+and to several ranks if they share one (arXiv:2309.14509). A plan is a list of chunks, which pass through projection,
+exchange, attention and the exchange back one after another, and the messages that carry each chunk's q, k and v:
 
     none        one chunk, one message
     split-qkv   one chunk, three messages: q, k, v (with context parallelism two in every mode: q, k and v)
@@ -55,7 +52,6 @@ class Sections(NamedTuple):
 
     @property
     def queries_per_group(self) -> int:
-        """Number of query heads that use one key/value head."""
         return len(self.q.first_rows) // len(self.k.first_rows)
 
 
@@ -81,22 +77,18 @@ class Message:
 
     @cached_property
     def of_rank(self) -> list[list[slice]]:
-        """Rows of the weight for each destination."""
         return [_joined(heads) for heads in self.heads]
 
     @cached_property
     def rows(self) -> list[slice]:
-        """Rows of the weight for all destinations, one after another."""
         return _joined(tuple(run for heads in self.heads for run in heads))
 
     @cached_property
     def widths(self) -> list[int]:
-        """Number of rows for each destination."""
         return [sum(stop - start for start, stop in heads) for heads in self.heads]
 
     @cached_property
     def stride(self) -> tuple[int, int, int] | None:
-        """(First row, rows of a run, from run to run) if several ranks have one run each, as long and as far apart."""
         if len(self.of_rank) < 2 or any(len(runs) != 1 for runs in self.of_rank):
             return None
         starts = [runs[0].start for runs in self.of_rank]
@@ -116,9 +108,9 @@ class ChunkMessages(NamedTuple):
 class HeadChunk:
     """One chunk of the pipeline.
 
-    A group that is split over several chunks has its key and value sent once, with the chunk that comes first: in the
-    forward pass its first chunk, and where backward makes heads again, from the last chunk to the first, its last one.
-    Their gradients are complete after the group's first chunk, with which they go back.
+    A group split over several chunks has its key and value sent once, with the chunk that comes first: in forward its first
+    one, and where backward makes heads again, from the last chunk to the first, its last one. Their gradients are complete
+    after the group's first chunk, with which they go back.
     """
 
     shares: tuple[Share, ...]  # the shares of all ranks
@@ -136,14 +128,10 @@ def deal(count: int, parts: int) -> list[range]:
 def plan_heads(
     sections: Sections, sp_size: int, mode: OverlapMode, num_chunks: int = 1, *, pairs: bool = False
 ) -> list[HeadChunk]:
-    """Return the plan for one tp rank's heads.
+    """Return the plan for one tp rank's heads. Raises ValueError if there are fewer query heads than ranks.
 
-    Args:
-        mode: how exchanges are split.
-        num_chunks: G, for "chunked"; limited to a rank's number of query heads.
-        pairs: keys and values have a message of their own, pair by pair, as context parallelism sends them on.
-    Raises:
-        ValueError: there are fewer query heads than ranks.
+    ``num_chunks`` is for "chunked", limited to a rank's query heads; with ``pairs`` keys and values have a message of their
+    own, pair by pair, as context parallelism sends them on.
     """
     r, n = sections.queries_per_group, len(sections.q.first_rows)
     if n < sp_size:

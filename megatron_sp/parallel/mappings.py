@@ -8,11 +8,8 @@
     scatter_to       slice             all_gather
     reduce_scatter_to  reduce_scatter  all_gather
 
-Like torch's functions, each can be intercepted by a ``TorchFunctionMode``, so that shapes can be checked without a job.
-
-All are out of place: neither an operand nor a gradient is ever changed. Dims other than the first cost a copy unless
-all dims before them are 1. Source: arXiv:1909.08053, arXiv:2205.05198; for the choice of the adjoint see Megatron's
-tensor_parallel_output_grad.
+Like torch's functions, each can be intercepted by a ``TorchFunctionMode``. All are out of place, and need dims that
+divide evenly (ValueError). Source: arXiv:1909.08053, arXiv:2205.05198; Megatron's tensor_parallel_output_grad.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ def overridable(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Con
 
 
 class KeptResults:
-    """Results of the all-gathers of one forward pass, kept for its recomputation, which then needs no communication for them.
+    """Results of the all-gathers of one forward pass, kept for its recomputation, which then communicates less.
 
     Both passes must gather the same tensors in the same order. The recomputation may run in another thread.
     """
@@ -105,9 +102,8 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
 def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
     """Concatenate all ranks' ``x`` along ``dim``.
 
-    Args:
-        grad: reduce_scatter if ranks use the result differently, slice if all compute the same from it; or a function of
-            (gradient, group) that decides in backward.
+    ``grad``: reduce_scatter if ranks use the result differently, slice if all compute the same from it; or a function of
+    (gradient, group) that decides in backward.
     """
     return x if group.size() == 1 else _Gather.apply(x, group, dim % x.ndim, grad)
 
@@ -126,11 +122,7 @@ def reduce_scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
 
 @overridable
 def all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
-    """All-to-all: split ``x`` along ``split``, send one part to each rank, concatenate along ``join``; backward is the inverse.
-
-    Raises:
-        ValueError: the dim cannot be split evenly.
-    """
+    """All-to-all: split ``x`` along ``split``, send one part to each rank, concatenate along ``join``; backward is the inverse."""
     return x if group.size() == 1 else _AllToAll.apply(x, group, split % x.ndim, join % x.ndim)
 
 

@@ -3,8 +3,8 @@
     to the heads     send buffer of rank r = a @ W[rows of rank r].T + b[rows of rank r]    rows of the QKV weight
     from the heads   y = sum over pieces of piece @ W[:, columns of the piece].T            columns of the output's
 
-Weight gradients are computed for the same rows and columns, message by message (``RowWiseGrad``) and piece by piece
-(``put_grad_of_columns``). Nothing here communicates, except that ``project_pieces`` leaves the tensor-parallel region.
+Weight gradients are computed for the same rows and columns. Nothing here communicates, except that ``project_pieces``
+leaves the tensor-parallel region.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ HeadColumns = tuple[slice, Tensor]
 
 
 def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int], out: Tensor) -> None:
-    """Compute a @ weight.T + bias, with the columns for rank r as the r-th block of ``out``.
+    """Compute a @ weight.T + bias for a [tokens, h], with the columns for rank r as the r-th block of ``out``.
 
-    Args:
-        a: [tokens, h].
-        weight: [sum(widths), h], or the rows of each rank [ranks, width, h].
-        bias: [sum(widths)] or [ranks, width].
-        out: flat; receives [tokens, width] for each rank, one after another.
+    The weight is [sum(widths), h], or the rows of each rank [ranks, width, h]; ``out`` is flat.
     """
     tokens, ranks = a.shape[0], len(widths)
     if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
@@ -76,14 +72,7 @@ def take_of_ranks(weight: Tensor, message: Message) -> Tensor:
 
 
 def project_back_to_ranks(grad: Tensor, weight: Tensor, columns: list[slice], out: Tensor) -> None:
-    """Compute grad @ weight[:, columns of each rank], one after another: the gradients of the ranks' heads.
-
-    Args:
-        grad: [tokens, h].
-        weight: [h, n*d_v].
-        columns: of each rank, empty for a rank without heads.
-        out: flat.
-    """
+    """Compute grad @ weight[:, columns of each rank], one after another in ``out``, flat."""
     tokens, ranks = grad.shape[0], len(columns)
     starts, widths = [some.start for some in columns], [some.stop - some.start for some in columns]
     step, left = divmod(weight.shape[1], ranks)  # a chunk may be even where the heads as a whole are not
@@ -110,12 +99,7 @@ def project_pieces(
 ) -> tuple[Tensor, list[HeadColumns]]:
     """Compute leave(sum of piece @ weight[:, columns].T) + bias + residual; return it with the pieces, for backward.
 
-    Args:
-        pieces: columns of the input [s * b, n*d]; several are added up as they arrive.
-        proj: weight [h, n*d], bias [h] or None.
-        residual: [s/parts, b, h], or None.
-    Returns:
-        ([s/parts, b, h], all pieces).
+    Several pieces, columns of the input [s * b, n*d], are added up as they arrive. The result is [s/parts, b, h].
     """
     (weight, bias), first, second = proj, next(pieces), next(pieces, None)
     columns, out = first
@@ -157,10 +141,7 @@ def _put_grad_of_columns_now(
 
 
 class RowWiseGrad:
-    """Gradient of a parameter computed message by message, each for some of its rows.
-
-    ``PutOffRowWiseGrad`` is the same where gradients are put off: ``row_wise_grad`` chooses.
-    """
+    """Gradient of a parameter computed message by message, each for some of its rows."""
 
     def __init__(self, main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> None:
         reserved = main_grad.reserve(param) if main_grad is not None else None
@@ -178,7 +159,6 @@ class RowWiseGrad:
             self.put(weight_product(grad_out, x, self._view.dtype), rows)
 
     def put(self, grad: Tensor, rows: list[slice]) -> None:
-        """Add (or write first) a gradient whose rows go to ``rows`` in order."""
         at = 0
         for run in rows:
             part = grad[at : at + run.stop - run.start]
@@ -186,14 +166,12 @@ class RowWiseGrad:
             at += run.stop - run.start
 
     def put_column_sum(self, grad_out: Tensor, rows: list[slice]) -> None:
-        """Add (or write first) the sum of grad_out [tokens, rows] over the tokens, in fp32 or wider."""
         if len(rows) == 1:
             add_column_sum(self._view[rows[0]], grad_out, fresh=self._overwrite)
         else:
             self.put(column_sum(grad_out), rows)
 
     def result(self) -> Tensor | None:
-        """Return the gradient for autograd; None if it is in the main_grad."""
         return None if self._held else self._view
 
 
@@ -205,11 +183,9 @@ class PutOffRowWiseGrad:
         self._calls: list[Callable[[RowWiseGrad], None]] = []
 
     def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
-        """As of ``RowWiseGrad``."""
         self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))
 
     def put_column_sum(self, grad_out: Tensor, rows: list[slice]) -> None:
-        """As of ``RowWiseGrad``, but summed at once: what is kept is small."""
         total = column_sum(grad_out)
         self._calls.append(lambda made: made.put(total, rows))
 
@@ -217,7 +193,6 @@ class PutOffRowWiseGrad:
         """Return None: the main_grad has it, or will have it."""
 
     def write(self) -> None:
-        """Compute the gradient and store it."""
         made = self._new()
         for call in self._calls:
             call(made)

@@ -3,26 +3,19 @@
     x [s/sp, b, h] -> norm -> q, k, v of all heads -> exchange -> attention [s, b, some heads] -> exchange
         -> [s/sp, b, n*d_v] -> projection
 
-Between the exchanges a rank has the whole sequence for its share of the heads. The projection writes directly to the
-send buffer, the receive buffer is the input of the attention, and the attention's output is the send buffer of the
-exchange back: nothing is permuted.
-
-The heads are processed in chunks (``parallel/heads.py``), each with one or three messages, and the schedule is the same
-for all modes:
+Between the exchanges a rank has the whole sequence for its share of the heads. Projections write to the send buffer and
+attention reads the receive buffer: nothing is permuted. Heads go in chunks (``parallel/heads.py``), one schedule for
+all modes:
 
     forward    project 0 | project 1  | attend 0 | project 2 | attend 1 | ...    the exchange of chunk i+1 and the one
                    in 0 -----^  in 1 --------^ out 0 ...                         back of chunk i-1 under attention of i
     backward   the same from the last chunk to the first; dW of the output projection overlaps with the first exchange,
                the gradients of the QKV projection, message by message, with the last ones
 
-Without overlap each exchange is waited for as soon as it has been started. The exchanges and projections are
-differentiated by hand. The attention itself is a ``Core`` (``parallel/attention_core.py``), of which no more is known
-here than the widths of the heads.
-
-A chunk's heads are *fresh* in backward, kept since the forward pass, or *remade*: where attention's results are kept
-(``ops/attention_kernels.py``), q, k and v need not be, and backward projects and sends them again, chunk by chunk, so
-that only those of two chunks exist at a time. A recomputation that finds the results of its first pass does no more
-than the output projection; --recompute-qkv does the same without one.
+A chunk's heads are *fresh* in backward, kept since the forward pass, or *remade*: where attention's results are kept,
+q, k and v need not be, and backward projects and sends them again, so that only those of two chunks exist at a time. A
+recomputation that finds the results of its first pass does no more than the output projection; --recompute-qkv does the
+same without one.
 
     backward   remake 1 | d out 1 | remake 0, attention 1 | d out 0 | attention 0 | ...
 """
@@ -81,7 +74,6 @@ class AttentionPlan:
 
     @cached_property
     def whole_weight(self) -> bool:
-        """Every row of the QKV weight goes to one rank; else some travel to several."""
         messages = [message for chunk in self.chunks for message in chunk.fresh.heads]
         heads = [head for message in messages for of_rank in message.heads for head in of_rank]
         return len(set(heads)) == len(heads)
@@ -98,18 +90,13 @@ class HeadGrads(NamedTuple):
 
 @dataclass
 class Projection:
-    """Input of the heads' projection: ``a`` [tokens, h] is let go as soon as all chunks are projected."""
-
     a: Tensor
     weight: Tensor
     bias: Tensor | None
 
 
 class HeadsPass:
-    """One forward and backward pass of a block's heads through exchanges and attention.
-
-    Both passes have three phases for each chunk: project and send, attend, send back.
-    """
+    """One pass of a block's heads: for each chunk project and send, attend, send back, and the same in backward."""
 
     def __init__(self, plan: AttentionPlan, core: Core, x: Tensor, train: bool) -> None:
         self.plan, self.core = plan, core
@@ -159,7 +146,6 @@ class HeadsPass:
         return released if self.results is None else released + self.results.release()
 
     def restore(self, saved: Sequence[Tensor]) -> None:
-        """Take back what ``release`` has handed out."""
         tensors = iter(saved)
         for state in self.states:
             if isinstance(state, Call):
@@ -168,10 +154,7 @@ class HeadsPass:
             self.results.restore(tensors)
 
     def results_of_first_pass(self, like: Tensor) -> list[Handle]:
-        """Return what ``forward`` does, from the results of a recomputation's first pass; none if they have come back.
-
-        ``like`` has the dtype and the device of the activations.
-        """
+        """Return what ``forward`` does, from the results of a recomputation's first pass."""
         assert self.plan.kept is not None
         self.sp.mark(OUTPUT_PROJECTION)
         going: list[Handle] = []
@@ -240,12 +223,7 @@ class HeadsPass:
         return padded.view(-1)
 
     def outputs(self, going: list[Handle]) -> Iterator[HeadColumns]:
-        """Yield (columns of [tokens, n*d_v], contents of those columns) of the attention's output as it arrives.
-
-        A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are
-        concatenated first, since a product for each would cost more than the copy. In a recomputation that has them
-        they are yielded as they were.
-        """
+        """Yield (columns of [tokens, n*d_v], contents of those columns) of the attention's output as it arrives."""
         chunks, count = self.plan.chunks, self.sp.size * len(self.plan.chunks)
         has_received = self.replays and self.plan.keeps_received
         if count == 1 and not has_received:
@@ -290,11 +268,7 @@ class HeadsPass:
     ) -> HeadGrads:  # fmt: skip
         """Compute the gradients of the heads, and start sending them to the ranks of their positions.
 
-        Args:
-            grad: [tokens, h].
-            w_proj: [h, n*d_v].
-            under_first_exchange: independent work to overlap with the first exchange.
-            remade: what the heads are made from again; None if they are there.
+        ``grad`` is [tokens, h], ``w_proj`` [h, n*d_v], ``remade`` what the heads are made from again.
         """
         chunks, (last, *others) = self.plan.chunks, reversed(range(len(self.plan.chunks)))
         coming = {last: self._project_grad_and_send(chunks[last], grad, w_proj)}
@@ -364,14 +338,10 @@ class HeadsPass:
         return started
 
     def is_whole(self, message: Message) -> bool:
-        """Return whether a message carries all heads, in the order of the weight, from and to this rank alone."""
         return self.sp.size == 1 and len(self.plan.chunks) == 1 and len(message.rows) == 1
 
     def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
-        """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows]).
-
-        There is one for each rank, or one of all; the choice is made as in ``outputs``.
-        """
+        """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows])."""
         widths = message.widths
         if self.sp.size == 1:
             return [(message.rows, arrived.view(self.tokens, widths[0]))]
