@@ -19,13 +19,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_to_all_async, reduce_scatter_async
+from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce, all_to_all_async, reduce_scatter_async
 from megatron_sp.comm.groups import Group
 
 GatherGrad = Literal["reduce_scatter", "slice"] | Callable[[Tensor, Group], str]
@@ -34,7 +35,7 @@ _R = TypeVar("_R")
 
 
 def overridable(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Make a function of a tensor overridable by a ``TorchFunctionMode``, like torch's own functions."""
+    """Let a ``TorchFunctionMode`` intercept a function of a tensor, like torch's own."""
 
     @functools.wraps(function)
     def called(x: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -74,10 +75,46 @@ class KeptResults:
         """Return a context manager for the recomputation, which reuses them."""
         return self._as_current(False)
 
-    @classmethod
-    def gathered(cls, x: Tensor, group: Group, dim: int) -> Tensor:
-        """Gather along a dim, or return the result kept from the forward pass."""
-        kept: KeptResults | None = getattr(cls._current, "kept", None)
+
+class _Mapped(torch.autograd.Function):
+    # a function without a graph, and the function of the output's gradient that is its backward
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of_grad = backward
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.of_grad(grad), None, None
+
+
+@overridable
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """Return ``x``; backward sums the gradients of all ranks."""
+    return x if group.size() == 1 else _Mapped.apply(x, lambda x: x.view_as(x), partial(_summed, group=group))
+
+
+@overridable
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of all ranks' ``x``; backward passes the gradient through."""
+    return x if group.size() == 1 else _Mapped.apply(x, partial(_summed, group=group), lambda grad: grad)
+
+
+@overridable
+def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
+    """Concatenate all ranks' ``x`` along ``dim``.
+
+    ``grad``: reduce_scatter if ranks use the result differently, slice if all compute the same from it; or a function
+    of (gradient, group) that decides in backward.
+    """
+    if group.size() == 1:
+        return x
+    dim = dim % x.ndim
+
+    def gather(x: Tensor) -> Tensor:
+        kept: KeptResults | None = getattr(KeptResults._current, "kept", None)
         if kept is not None and not kept._records and kept._results:
             return kept._results.popleft()
         result = _gathered(x, group, dim)
@@ -85,72 +122,71 @@ class KeptResults:
             kept._results.append(result)
         return result
 
+    def backward(grad_out: Tensor) -> Tensor:
+        adjoint = grad(grad_out, group) if callable(grad) else grad
+        return (_scattered_sum if adjoint == "reduce_scatter" else _sliced)(grad_out, group, dim)
 
-@overridable
-def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Return ``x``; backward sums the gradients of all ranks."""
-    return x if group.size() == 1 else _Copy.apply(x, group)
-
-
-@overridable
-def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' ``x``; backward passes the gradient through."""
-    return x if group.size() == 1 else _Reduce.apply(x, group)
-
-
-@overridable
-def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
-    """Concatenate all ranks' ``x`` along ``dim``.
-
-    ``grad``: reduce_scatter if ranks use the result differently, slice if all compute the same from it; or a function of
-    (gradient, group) that decides in backward.
-    """
-    return x if group.size() == 1 else _Gather.apply(x, group, dim % x.ndim, grad)
+    return _Mapped.apply(x, gather, backward)
 
 
 @overridable
 def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's part of a tensor that is the same on all ranks. Raises ValueError if the dim cannot be split evenly."""
-    return x if group.size() == 1 else _Scatter.apply(x, group, dim % x.ndim)
+    """Return this rank's part of a tensor that is the same on all ranks."""
+    if group.size() == 1:
+        return x
+    places = {"group": group, "dim": dim % x.ndim}
+    return _Mapped.apply(x, partial(_sliced, **places), partial(_gathered, **places))
 
 
 @overridable
 def reduce_scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's part of the sum of all ranks' ``x``. Raises ValueError if the dim cannot be split evenly."""
-    return x if group.size() == 1 else _ReduceScatter.apply(x, group, dim % x.ndim)
+    """Return this rank's part of the sum of all ranks' ``x``."""
+    if group.size() == 1:
+        return x
+    places = {"group": group, "dim": dim % x.ndim}
+    return _Mapped.apply(x, partial(_scattered_sum, **places), partial(_gathered, **places))
 
 
 @overridable
 def all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
-    """All-to-all: split ``x`` along ``split``, send one part to each rank, concatenate along ``join``; backward is the inverse."""
-    return x if group.size() == 1 else _AllToAll.apply(x, group, split % x.ndim, join % x.ndim)
+    """Split ``x`` along ``split``, send one part to each rank, concatenate along ``join``; backward is the inverse."""
+    if group.size() == 1:
+        return x
+    split, join = split % x.ndim, join % x.ndim
+    there, back = (
+        partial(_traded, group=group, split=split, join=join),
+        partial(_traded, group=group, split=join, join=split),
+    )
+    return _Mapped.apply(x, there, back)
 
 
-def _require_even(x: Tensor, size: int, dim: int) -> int:
+def _summed(x: Tensor, group: Group) -> Tensor:
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+
+def _part_size(x: Tensor, size: int, dim: int) -> int:
     if x.shape[dim] % size:
         raise ValueError(f"dim {dim} of {list(x.shape)} must be a multiple of the group's size ({size})")
     return x.shape[dim] // size
 
 
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    size = group.size()
     parts = all_gather_async(x.contiguous().unsqueeze(0), group).wait()  # [size, ...]
-    return (
-        parts.flatten(0, 1)
-        if dim == 0
-        else parts.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
-    )
+    if dim == 0:
+        return parts.flatten(0, 1)
+    # the parts are joined along another dim by a copy
+    return parts.movedim(0, dim).reshape(*x.shape[:dim], group.size() * x.shape[dim], *x.shape[dim + 1 :])
 
 
 def _by_rank(x: Tensor, size: int, dim: int) -> Tensor:
     # move parts to the front: [..., n, ...] -> [size, ..., n/size, ...], contiguous
-    each = _require_even(x, size, dim)
-    return x.reshape(*x.shape[:dim], size, each, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
+    parts = x.reshape(*x.shape[:dim], size, _part_size(x, size, dim), *x.shape[dim + 1 :])
+    return parts.movedim(dim, 0).contiguous()
 
 
 def _sliced(x: Tensor, group: Group, dim: int) -> Tensor:
-    each = _require_even(x, group.size(), dim)
-    return x.narrow(dim, group.rank() * each, each).contiguous()
+    length = _part_size(x, group.size(), dim)
+    return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
 def _scattered_sum(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -168,68 +204,35 @@ def _traded(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     return receive.movedim(0, join).reshape(shape)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class AsyncAllToAll:
+    """All-to-all of equal parts that starts at one point of a model and is waited for at another, like its gradients'.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+    forward    launch(x) starts sending     ...other layers compute...            y = land(token) waits
+    backward   waits for its gradient       ...their gradients are computed...    starts sending the gradient back
+    """
 
+    def __init__(self, group: Group) -> None:
+        self._group, self._flights, self._shape = group, dict[str, Handle](), torch.Size()
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+    # an empty tensor connects the two points in the autograd graph; autograd runs later nodes first, so that of several
+    # exchanges that land together all gradients are sent before the first of them is waited for
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
+    def launch(self, x: Tensor) -> Tensor:
+        """Start sending ``x`` [ranks, ...], the r-th part to rank r; return a token for ``land``."""
+        token: Tensor = _Mapped.apply(x, partial(self._start, "there"), partial(self._end, "back"))
+        return token
 
+    def land(self, token: Tensor) -> Tensor:
+        """Wait for the exchange; return [ranks, ...], the r-th part from rank r."""
+        landed: Tensor = _Mapped.apply(token, partial(self._end, "there"), partial(self._start, "back"))
+        return landed
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
-        ctx.group, ctx.dim, ctx.grad = group, dim, grad
-        return KeptResults.gathered(x, group, dim)
+    def _start(self, way: str, x: Tensor) -> Tensor:
+        self._shape, send = x.shape, x.contiguous().view(-1)
+        counts = [send.numel() // self._group.size()] * self._group.size()
+        self._flights[way] = all_to_all_async(send, counts, torch.empty_like(send), counts, self._group)
+        return x.new_empty(0)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        adjoint = ctx.grad(grad, ctx.group) if callable(ctx.grad) else ctx.grad
-        back = _scattered_sum if adjoint == "reduce_scatter" else _sliced
-        return back(grad, ctx.group, ctx.dim), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _sliced(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _scattered_sum(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gathered(grad, ctx.group, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
-        ctx.group, ctx.split, ctx.join = group, split, join
-        return _traded(x, group, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _traded(grad, ctx.group, ctx.join, ctx.split), None, None, None
+    def _end(self, way: str, _: Tensor) -> Tensor:
+        assert way in self._flights, "an exchange was landed twice, or was never launched"
+        return self._flights.pop(way).wait().view(self._shape)

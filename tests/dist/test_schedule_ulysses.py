@@ -14,7 +14,7 @@ from test_schedule import MODELS, SIZES, B, V
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.parallel.async_all_to_all import AsyncAllToAll
+from megatron_sp.parallel.mappings import AsyncAllToAll
 from megatron_sp.schedule import Mesh, Schedule, schedule
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
@@ -194,10 +194,10 @@ def check_order() -> None:
     log: list[str] = []
     model = MODELS["llama"][0]()
     schedule(model, mesh(1)).ulysses(overlap_qkv=True).apply()
-    start, end = AsyncAllToAll.start, AsyncAllToAll.end
+    start, end = AsyncAllToAll._start, AsyncAllToAll._end
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AsyncAllToAll, "start", lambda self, x: (log.append("start"), start(self, x))[1])
-        patch.setattr(AsyncAllToAll, "end", lambda self, handle: (log.append("end"), end(self, handle))[1])
+        patch.setattr(AsyncAllToAll, "_start", lambda self, way, x: (log.append("start"), start(self, way, x))[1])
+        patch.setattr(AsyncAllToAll, "_end", lambda self, way, x: (log.append("end"), end(self, way, x))[1])
         for part in "qkv":
             projection = model.model.layers[0].self_attn.get_submodule(f"{part}_proj")
             projection.register_forward_pre_hook(lambda *_, part=part: log.append(part))

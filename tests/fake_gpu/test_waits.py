@@ -101,7 +101,7 @@ NOT_PASSED = {
     "training/kernel_selection.py:_synchronize": "several attention kernels are timed, and the fake device has torch's alone",
     "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:_work": _THREADS, "training/saves.py:_finish": _THREADS,
     "training/saves.py:close": _THREADS, "training/signals.py:_watch": _THREADS,
-    "parallel/async_all_to_all.py:end": _SCHEDULES, "parallel/mappings.py:_gathered": _SCHEDULES,
+    "parallel/mappings.py:_end": _SCHEDULES, "parallel/mappings.py:_gathered": _SCHEDULES,
     "parallel/mappings.py:_scattered_sum": _SCHEDULES, "parallel/mappings.py:_traded": _SCHEDULES,
     "optim/weights.py:_start": "a unit that was fetched ahead and is not used", "optim/weights.py:_release": "the same",
     "parallel/attention_block.py:_qkv_projection": "its last wait: the weight is frozen",

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.async_all_to_all import AsyncAllToAll
+from megatron_sp.parallel.mappings import AsyncAllToAll
 from megatron_sp.schedule.apply.sequences import Heads
 from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.utils.errors import ConfigError
