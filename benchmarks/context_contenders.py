@@ -116,7 +116,7 @@ class Ours(Contender):
         return [q.clone().requires_grad_(), torch.stack((k, v), 2).requires_grad_()]
 
     def run(self, leaves: list[Any], grad: Any) -> list[Any]:
-        from megatron_sp.ops.partial_attention_choice import piece_kernel
+        from megatron_sp.ops.gpu_partial_attention import piece_kernel
         from megatron_sp.parallel.context_parallel import context_attention
 
         assert self.plan is not None

@@ -363,7 +363,7 @@ class SoftmaxCore(FusedHeads):
         self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, share: Share, rate: float, rows: Tensor | None,
         kept: KeptTensors | None,
     ) -> Tensor:  # fmt: skip
-        from megatron_sp.ops.partial_attention_choice import piece_kernel
+        from megatron_sp.ops.gpu_partial_attention import piece_kernel
         from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
 
         counts = None if is_uniform(share, self.r) else tuple(Counter(key_of_each_query(share, self.r)).values())

@@ -45,7 +45,7 @@ _TOLERANCE = {
 _16_BIT = (torch.bfloat16, torch.float16)
 
 IN_PIECES: tuple[KernelName, ...] = ("sdpa", *FLASH_NAMES, "cudnn")
-"""Names of the GPU's fused kernels with which context parallelism computes (``ops/partial_attention_choice.py``)."""
+"""Names of the GPU's fused kernels with which context parallelism computes (``ops/gpu_partial_attention.py``)."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> f
     names: tuple[KernelName, ...] = (name, "reference")
     for kernel in names:
         if use.context and kernel == name:
-            from megatron_sp.ops.partial_attention_choice import example_in_pieces
+            from megatron_sp.ops.gpu_partial_attention import example_in_pieces
 
             q, k, v = (_wave(s, m, n, d, use=use, phase=i) for i, n in enumerate((r, 1, 1)))
             results.append(example_in_pieces(name, q, k, v, grad, mask))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ from megatron_sp.ops.attention_kernels import empty_gradients
 from megatron_sp.ops.attention_pieces import AttentionPiece, Stage, runs_of_equal
 from megatron_sp.ops.custom_backward import gradients_of
 
-Kind = Literal["full", "diagonal", "band"]
-Run = tuple[int, int]
 Attend = Callable[[Tensor, Tensor, Tensor, "AttentionPiece"], Tensor]
+Spans = Sequence[tuple[int, int, int]]  # (sequence, start, stop) of queries
 
 
 @dataclass(frozen=True)
@@ -47,25 +46,10 @@ class Rows:
         shape = (x.shape[0] * sequences, x.shape[1] // sequences, *x.shape[2:])
         return cls(x.reshape(shape), tuple(range(sequences)), sequences)
 
-    @property
-    def width(self) -> int:
-        """Width of a head."""
-        return self.x.shape[-1]
-
     def split(self, k_width: int) -> tuple[Rows, Rows]:
         """Return views of keys [rows, m, 1, k_width] and values [rows, m, 1, d_v] that lie side by side."""
         x = self.x.flatten(2)
         return replace(self, x=x[:, :, None, :k_width]), replace(self, x=x[:, :, None, k_width:])
-
-    def half(self, number: int) -> Rows:
-        """Return the first (0) or the second (1) half of the columns m, of which the first has one more if m is odd."""
-        middle = (self.x.shape[1] + 1) // 2
-        return replace(self, x=self.x[:, middle:] if number else self.x[:, :middle])
-
-    def of_piece(self, piece: AttentionPiece, *, keys: bool) -> slice:
-        """Return where a piece's queries, or its keys, are."""
-        start, stop = (piece.k_start, piece.k_stop) if keys else (piece.q_start, piece.q_stop)
-        return self.slice(piece.sequence, start, stop - start)
 
     def slice(self, sequence: int, start: int, count: int) -> slice:
         """Return where ``count`` rows of a sequence are."""
@@ -90,32 +74,31 @@ class Columns:
 
     def of_queries(self, x: Tensor) -> list[Rows]:
         """Split a tensor [s, m, r, ...] of the queries into parts with uniform heads: views, if strides allow it."""
-        rows = Rows.interleaved(x, self.sequences)
-        return [rows] if self.counts is None else self._uniform(rows, self.counts, queries=True)
+        return self._uniform(Rows.interleaved(x, self.sequences), self.counts, queries=True)
 
     def of_keys(self, rows: Rows) -> list[Rows]:
         """Split keys and values in the same way."""
-        return [rows] if self.counts is None else self._uniform(rows, (1,) * len(self.counts), queries=False)
+        return self._uniform(rows, None if self.counts is None else (1,) * len(self.counts), queries=False)
 
-    def _uniform(self, rows: Rows, widths: tuple[int, ...], queries: bool) -> list[Rows]:
-        assert self.counts is not None
-        found = []
-        of_sequence = rows.x.unflatten(1, (self.batch if self.alike else 1, sum(widths)))
-        for sequence in range(of_sequence.shape[1]):
+    def _uniform(self, rows: Rows, widths: tuple[int, ...] | None, queries: bool) -> list[Rows]:
+        if self.counts is None or widths is None:
+            return [rows]
+        parts = []
+        by_sequence = rows.x.unflatten(1, (self.batch if self.alike else 1, sum(widths)))
+        for sequence in range(by_sequence.shape[1]):
             for heads in runs_of_equal(self.counts):
-                columns = slice(sum(widths[: heads.start]), sum(widths[: heads.stop]))
-                x = of_sequence[:, sequence, columns]
+                x = by_sequence[:, sequence, sum(widths[: heads.start]) : sum(widths[: heads.stop])]
                 if queries:
                     x = x.squeeze(2).unflatten(1, (heads.stop - heads.start, self.counts[heads.start]))
-                found.append(replace(rows, x=x))
-        return found
+                parts.append(replace(rows, x=x))
+        return parts
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece], each: int, attend: Attend) -> Tensor:
-    """Compute attention with any kernel that autograd differentiates, one call per piece; zero for queries outside all.
+    """Compute attention with any kernel that autograd differentiates, one call per piece; zero for other queries.
 
-    Pieces share neither queries nor keys, and ``each`` is the columns of m per sequence. Gradients are written straight to
-    their places: slices under autograd would need a zero tensor of the full size for each, a concatenation a copy.
+    Pieces share neither queries nor keys, and ``each`` is the columns of m per sequence. Gradients are written straight
+    to their places: slices under autograd would need a zero tensor of the full size for each, a concatenation a copy.
     """
     return _OneByOne.apply(q, k, v, pieces, each, attend, torch.is_grad_enabled())
 
@@ -152,10 +135,10 @@ class _OneByOne(torch.autograd.Function):
             )
         for piece in reversed(ctx.pieces):
             (leaves, part), (rows, seen, columns) = parts.pop(), _place_of(piece, ctx.each)
-            found = gradients_of(leaves, [part], [grad[rows, columns]])
-            del part, leaves
-            for into, at, mine in zip(grads, (rows, seen, seen), found, strict=True):
-                into[at, columns] = mine
+            of_piece = gradients_of(leaves, [part], [grad[rows, columns]])
+            del part, leaves  # this piece's graph goes before the next one's backward needs memory
+            for x, at, gradient in zip(grads, (rows, seen, seen), of_piece, strict=True):
+                x[at, columns] = gradient
         return *grads, None, None, None, None
 
 
@@ -165,7 +148,7 @@ def _place_of(piece: AttentionPiece, each: int) -> tuple[slice, slice, slice]:
 
 
 def zero_outside(x: Tensor, pieces: Sequence[AttentionPiece], each: int, keys: bool) -> None:
-    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at a sequence's first row and leave no gaps."""
+    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at a sequence's first row, without gaps."""
     ends = [0] * (x.shape[1] // each)
     for piece in pieces:
         ends[piece.sequence] = max(ends[piece.sequence], piece.k_stop if keys else piece.q_stop)
@@ -174,90 +157,51 @@ def zero_outside(x: Tensor, pieces: Sequence[AttentionPiece], each: int, keys: b
             x[end:, sequence * each : (sequence + 1) * each].zero_()
 
 
-class Places(Protocol):
-    """Rows of a call in a tensor: slices if they lie one after another (``alone``), else gathered and scattered."""
-
-    alone: tuple[slice, slice] | None
-
-    def take(self, x: Tensor) -> Tensor:
-        """Gather rows."""
-
-    def put(self, into: Tensor, x: Tensor) -> None:
-        """Scatter rows."""
-
-
 class Partial:
-    """Attention of all queries [s, m, r, d] of a rank over the keys so far: out and lse, as ``merge_`` continues them."""
+    """Attention of all queries [s, m, r, d] of a rank over the keys so far: out and lse, as ``merge_`` continues."""
 
     def __init__(self, q: Tensor, columns: Columns, v_width: int | None = None) -> None:
         wide = wide_dtype(q.dtype)
         self.out = empty((*q.shape[:3], v_width or q.shape[3]), dtype=wide, device=q.device).zero_()
         self.lse = empty(q.shape[:3], dtype=wide, device=q.device).fill_(-torch.inf)
-        self.parts = [
-            PartialPart(out, lse, np.zeros((columns.sequences, q.shape[0]), dtype=bool))
-            for out, lse in zip(columns.of_queries(self.out), columns.of_queries(self.lse[..., None]), strict=True)
-        ]
+        by_part = zip(columns.of_queries(self.out), columns.of_queries(self.lse[..., None]), strict=True)
+        shape = columns.sequences, q.shape[0]
+        self.parts = [PartialPart(out, lse, np.zeros(shape, dtype=bool)) for out, lse in by_part]
 
 
+@dataclass(frozen=True)
 class PartialPart:
-    """The heads of a ``Partial`` that are uniform: out [n, m, r, d_v], lse [n, m, r, 1].
+    """The heads of a ``Partial`` that are uniform."""
 
-    ``seen``, bool [sequences, s], are the rows with a key already.
-    """
+    out: Rows  # [n, m, r, d_v]
+    lse: Rows  # [n, m, r, 1]
+    seen: np.ndarray  # bool [sequences, s], rows with a key already: what others get is copied, with the bits of a call
 
-    def __init__(self, out: Rows, lse: Rows, seen: np.ndarray) -> None:
-        self.out, self.lse, self.seen = out, lse, seen
-
-    def add(
-        self, spans: Sequence[tuple[int, int, int]], at: Places, out: Tensor, lse: Tensor, *, is_last: bool
-    ) -> None:
-        """Continue with the results of a call, out [n * m, r, rows, d_v] and lse [n * m, r, rows].
-
-        ``spans`` are (sequence, start, stop) of its queries; ``is_last``: no other call has other heads of these queries.
-        """
-        first = self._is_first(spans)
-        if at.alone is not None:
-            self._continue(at.alone, out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), first)
-        else:
-            if not first:
-                out, lse = _merged(at.take(self.out.x), at.take(self.lse.x)[..., 0], out, lse)
-            at.put(self.out.x, out)
-            at.put(self.lse.x, lse[..., None])
-        if is_last:
-            self._mark(spans)
-
-    def add_rows(self, pieces: Sequence[AttentionPiece], rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-        """Continue with out [n, m, r, d_v] and lse [n, m, r] of pieces that share no query; they belong to ``rows``."""
-        spans = [(piece.sequence, piece.q_start, piece.q_stop) for piece in pieces]
-        first = self._is_first(spans)
-        if isinstance(rows, slice):
-            self._continue(rows, out, lse, first)
-        else:
-            if not first:
-                out, lse = _merged(self.out.x.index_select(0, rows), self.lse.x.index_select(0, rows)[..., 0], out, lse)
-            self.out.x.index_copy_(0, rows, out.to(self.out.x.dtype))
-            self.lse.x.index_copy_(0, rows, lse[..., None].to(self.lse.x.dtype))
-        self._mark(spans)
-
-    def _continue(self, place: slice | tuple[slice, slice], out: Tensor, lse: Tensor, first: bool) -> None:
-        mine, sums = self.out.x[place], self.lse.x[place][..., 0]
-        if first:  # as they are: what sees the keys of one piece has the bits of one call
-            mine.copy_(out)
-            sums.copy_(lse)
-        else:
-            merge_(mine, sums, out, lse)
-
-    def _is_first(self, spans: Sequence[tuple[int, int, int]]) -> bool:
+    def is_first(self, spans: Spans) -> bool:
+        """Return whether none of these queries has seen a key."""
         return not any(self.seen[sequence, start:stop].any() for sequence, start, stop in spans)
 
-    def _mark(self, spans: Sequence[tuple[int, int, int]]) -> None:
+    def mark(self, spans: Spans) -> None:
+        """Note that these queries have seen a key."""
         for sequence, start, stop in spans:
             self.seen[sequence, start:stop] = True
 
-
-def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    merge_(out, lse, more, more_lse)
-    return out, lse
+    def add(
+        self, place: slice | tuple[slice, slice] | Tensor, out: Tensor, lse: Tensor, first: bool
+    ) -> None:  # fmt: skip
+        """Continue rows with out [n, m, r, d_v] and lse [n, m, r]; ``first``: they have seen no key yet."""
+        if isinstance(place, Tensor):
+            if not first:
+                so_far = self.out.x.index_select(0, place), self.lse.x.index_select(0, place)[..., 0]
+                merge_(*so_far, out, lse)
+                out, lse = so_far
+            self.out.x.index_copy_(0, place, out.to(self.out.x.dtype))
+            self.lse.x.index_copy_(0, place, lse[..., None].to(self.lse.x.dtype))
+        elif first:
+            self.out.x[place].copy_(out)
+            self.lse.x[place][..., 0].copy_(lse)
+        else:
+            merge_(self.out.x[place], self.lse.x[place][..., 0], out, lse)
 
 
 def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -289,9 +233,9 @@ class BackwardInputs(NamedTuple):
 class PieceKernel(Protocol):
     """Computes the pieces of a stage, for heads that are uniform.
 
-    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d] for one width):
-    what travels between ranks is one tensor, of which a run of rows is a view. ``row_keys``: int32 [n, m, r, 1], keys of
-    the queries for dropout by hash; None: no dropout.
+    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d]): what
+    travels between ranks is one tensor, of which a run of rows is a view. ``row_keys``, int32 [n, m, r, 1], are for
+    dropout by hash.
     """
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
@@ -307,7 +251,7 @@ def attend(
     kernel: PieceKernel, stage: Stage, q: Tensor, kv: Rows, so_far: Partial, columns: Columns,
     row_keys: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Continue the attention of q [s, m, r, d] over the keys and values of a stage; ``row_keys`` are int32 [s, m, r]."""
+    """Continue the attention of q [s, m, r, d] over the keys and values of a stage; row_keys are int32 [s, m, r]."""
     if not stage.pieces:
         return
     keys = None if row_keys is None else columns.of_queries(row_keys[..., None])
@@ -317,21 +261,24 @@ def attend(
 
 def attend_backward(
     kernel: PieceKernel, stage: Stage, inputs: tuple[Tensor, Tensor, Tensor, Tensor], kv: Rows, d_q: Tensor, d_kv: Rows,
-    columns: Columns,
-    row_keys: Tensor | None = None, half: int | None = None,
+    columns: Columns, row_keys: Tensor | None = None, half: int | None = None,
 ) -> None:  # fmt: skip
     """Add the gradients of a stage to ``d_q`` and ``d_kv``.
 
-    ``inputs`` are q, *final* out, final lse and the gradient of out. ``d_q`` is in the dtype of sums, ``d_kv``, too, unless
-    each key is in one piece at most. ``half`` is 0 or 1 for that half of the heads alone.
+    ``inputs`` are q, *final* out, final lse and the gradient of out. ``d_q`` is in the dtype of sums, like ``d_kv``
+    unless each key is in one piece at most. ``half`` is 0 or 1 for that half of the heads alone (``can_halve``).
     """
     if not stage.pieces:
         return
     q, out, lse, d_out = inputs
     by_queries = [columns.of_queries(x) for x in (q, out, lse[..., None], d_out, d_q)]
     by_queries += [] if row_keys is None else [columns.of_queries(row_keys[..., None])]
-    for of_part in zip(*by_queries, columns.of_keys(kv), columns.of_keys(d_kv), strict=True):
-        rows = of_part if half is None else [x.half(half) for x in of_part]
+    for part in zip(*by_queries, columns.of_keys(kv), columns.of_keys(d_kv), strict=True):
+        rows = list(part)
+        if half is not None:  # the first half has one head more if their number is odd
+            middles = [(of_part.x.shape[1] + 1) // 2 for of_part in part]
+            cuts = [slice(middle, None) if half else slice(middle) for middle in middles]
+            rows = [replace(of_part, x=of_part.x[:, cut]) for of_part, cut in zip(part, cuts, strict=True)]
         *of_queries, of_keys, into_kv = rows
         if of_keys.x.shape[1]:
             keys = of_queries[5] if row_keys is not None else None

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.allocator import blocks, empty, to_device
-from megatron_sp.ops.attention_kernels import Gradients, cpu_flash, cpu_flash_backward, empty_gradients
+from megatron_sp.ops.attention_kernels import Gradients, Tensors, cpu_flash, cpu_flash_backward, empty_gradients
 from megatron_sp.ops.attention_pieces import Run, Stage, Tile, Tiles, batches_of, tiles_of
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Rows, wide_dtype, zero_outside
+from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Rows, merge_, wide_dtype, zero_outside
 from megatron_sp.utils.numbers import round_up, window_tile
 
 _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call costs less than the copies
@@ -32,30 +32,11 @@ _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    tiles: Tiles  # longest first
+    tiles: Tiles  # of one kernel call, longest first
     columns: slice  # of m; all, if there are several tiles
-    _known: dict[Hashable, _RowNumbers] = field(default_factory=dict, repr=False)
-
-    def row_numbers(self, rows: Rows, keys: bool) -> _RowNumbers:
-        name = keys, rows.starts, rows.stride
-        if name not in self._known:
-            places = [
-                (t.sequence, t.first_key, t.keys) if keys else (t.sequence, t.start, t.queries) for t in self.tiles
-            ]
-            first, length = (
-                np.array(x)[:, None]
-                for x in zip(*((rows.starts[q] + i * rows.stride, n) for q, i, n in places), strict=True)
-            )
-            at = np.arange(length.max())
-            index = first + np.minimum(at, length - 1) * rows.stride  # behind its end a tile's last row is repeated
-            valid = at < length
-            self._known[name] = _RowNumbers(index, None if valid.all() else valid)
-        return self._known[name]
-
-
-class _RowNumbers(NamedTuple):
-    rows: np.ndarray
-    valid: np.ndarray | None
+    # row numbers [n, longest] of the tiles in a tensor, and which are not behind the end of their tile (None: all): on
+    # the host and no tensors, for they outlive what they were made under (``torch.device``, fake tensors)
+    known: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = field(default_factory=dict, repr=False)
 
 
 def _calls(stage: Stage, q: Tensor, v_width: int, bands: bool) -> tuple[_Call, ...]:
@@ -71,29 +52,38 @@ def _calls(stage: Stage, q: Tensor, v_width: int, bands: bool) -> tuple[_Call, .
             rows = max(batch[0].queries, batch[0].keys)  # results of backward are as long as the keys
             yield from (_Call((tile,), columns) for tile in batch for columns in blocks(each, rows * row, q.device))
 
-    found: tuple[_Call, ...] = stage.once(
-        ("calls", bands, each, row, q.device, torch.get_num_threads()), lambda: tuple(make())
-    )
-    return found
+    name = "calls", bands, each, row, q.device, torch.get_num_threads()
+    calls: tuple[_Call, ...] = stage.once(name, lambda: tuple(make()))
+    return calls
 
 
-class _At:
+class _Places:
+    # where the rows of a kernel call are, those of its queries or of its keys: ``alone`` if it has one tile, else
+    # gathered and scattered
     def __init__(self, call: _Call, rows: Rows, keys: bool) -> None:
         self.alone: tuple[slice, slice] | None = None
-        if len(call.tiles) == 1:
-            tile = call.tiles[0]
-            place = (tile.first_key, tile.keys) if keys else (tile.start, tile.queries)
-            self.alone = rows.slice(tile.sequence, *place), call.columns
+        spans = [(t.sequence, t.first_key, t.keys) if keys else (t.sequence, t.start, t.queries) for t in call.tiles]
+        if len(spans) == 1:
+            self.alone = rows.slice(*spans[0]), call.columns
             return
-        index, valid = call.row_numbers(rows, keys)
+        name = keys, rows.starts, rows.stride
+        if name not in call.known:
+            firsts = np.array([rows.starts[sequence] + start * rows.stride for sequence, start, _ in spans])[:, None]
+            lengths = np.array([count for _, _, count in spans])[:, None]
+            steps = np.arange(lengths.max())
+            numbers = firsts + np.minimum(steps, lengths - 1) * rows.stride  # behind its end the last row is repeated
+            valid = steps < lengths
+            call.known[name] = numbers, None if valid.all() else valid
+        index, real = call.known[name]
         device, self.shape = rows.x.device, index.shape
         self.index = to_device(torch.tensor(index.ravel()), device)
         self.valid = self.real = None
-        if valid is not None:
-            self.valid = to_device(torch.tensor(valid.ravel()), device)
-            self.real = to_device(torch.tensor(np.flatnonzero(valid)), device)
+        if real is not None:
+            self.valid = to_device(torch.tensor(real.ravel()), device)
+            self.real = to_device(torch.tensor(np.flatnonzero(real)), device)
 
     def take(self, x: Tensor, zero_behind: bool = False) -> Tensor:
+        # [rows, m, r, d] -> [n * m, r, longest, d]; a view for one tile
         if self.alone is not None:
             return x[self.alone].permute(1, 2, 0, 3)
         taken = x.index_select(0, self.index)
@@ -101,28 +91,23 @@ class _At:
             taken.mul_(self.valid[:, None, None, None])
         return taken.unflatten(0, self.shape).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
-    def put(self, into: Tensor, x: Tensor) -> None:
+    def put(self, into: Tensor, x: Tensor, add: bool = False) -> None:
+        # write or add rows [n * m, r, longest, d]; no row of a call is twice in ``into``, but for keys of bands
         if self.alone is not None:
-            into[self.alone].copy_(x.permute(2, 0, 1, 3))
-        else:
-            into.index_copy_(0, *self._flat(x.to(into.dtype)))
-
-    def add(self, into: Tensor, x: Tensor) -> None:
-        if self.alone is not None:
-            into[self.alone].add_(x.permute(2, 0, 1, 3))
-        else:
-            into.index_add_(0, *self._flat(x.to(into.dtype)))
-
-    def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.unflatten(0, (self.shape[0], -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)  # [n * longest, m, r, d]
-        return (self.index, x) if self.real is None else (self.index[self.real], x.index_select(0, self.real))
-
-
-# kernels
+            rows = x.permute(2, 0, 1, 3)
+            into[self.alone].add_(rows) if add else into[self.alone].copy_(rows)
+            return
+        x = (
+            x.to(into.dtype).unflatten(0, (self.shape[0], -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        )  # [n * longest, ...]
+        index = self.index
+        if self.real is not None:
+            index, x = index[self.real], x.index_select(0, self.real)
+        into.index_add_(0, index, x) if add else into.index_copy_(0, index, x)
 
 
 class _Block(NamedTuple):
-    q: Tensor  # [n, r, rows, d]
+    q: Tensor  # operands of a kernel call, [n, r, rows, d]
     k: Tensor  # [n, 1, keys, d]
     v: Tensor  # [n, 1, keys, d_v]
     tile: Tile  # the mask's kind and shape
@@ -130,56 +115,68 @@ class _Block(NamedTuple):
     keep: Tensor | None  # what dropout keeps
 
 
+_CallParts = tuple[_Call, _Places, _Places, _Block]
+
+
 class _TileKernel:
+    """A kernel that computes tiles, whatever computes one of them: a ``PieceKernel``."""
+
     dropout = 0.0
 
     def attend(self, block: _Block) -> tuple[Tensor, Tensor]:
         """Return out [n, r, rows, d_v] and lse [n, r, rows]."""
         raise NotImplementedError
 
-    def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensors:
         """Return the gradients of q, and of k and v for each query or summed over r."""
         raise NotImplementedError
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        for call, queries, _, block in self.calls(stage, q, *kv.split(q.width), row_keys):
+        for call, queries, _, block in self.calls(stage, q, *kv.split(q.x.shape[-1]), row_keys):
             spans = [(tile.sequence, tile.start, tile.start + tile.queries) for tile in call.tiles]
-            so_far.add(spans, queries, *self.attend(block), is_last=call.columns.stop == q.x.shape[1])
+            out, lse = self.attend(block)
+            first = so_far.is_first(spans)
+            if queries.alone is not None:
+                so_far.add(queries.alone, out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), first)
+            else:
+                if not first:
+                    merged = queries.take(so_far.out.x), queries.take(so_far.lse.x)[..., 0]
+                    merge_(*merged, out, lse)
+                    out, lse = merged
+                queries.put(so_far.out.x, out)
+                queries.put(so_far.lse.x, lse[..., None])
+            if call.columns.stop == q.x.shape[1]:  # no other call has other heads of these queries
+                so_far.mark(spans)
 
     def backward(
         self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None
     ) -> None:
         q, out, lse, d_out = inputs
-        into_k, into_v = d_kv.split(q.width)
-        for _, queries, keys, block in self.calls(stage, q, *kv.split(q.width), row_keys):
-            # the kernel wants its lse contiguous
-            final = (
-                queries.take(out.x),
-                queries.take(lse.x)[..., 0].contiguous(),
-                queries.take(d_out.x, zero_behind=True),
-            )
-            of_q, of_k, of_v = self.attend_backward(block, *final)
-            queries.add(d_q.x, of_q)
-            keys.add(into_k.x, summed_queries(of_k))
-            keys.add(into_v.x, summed_queries(of_v))
+        into_k, into_v = d_kv.split(q.x.shape[-1])
+        for _, queries, keys, block in self.calls(stage, q, *kv.split(q.x.shape[-1]), row_keys):
+            final = queries.take(out.x), queries.take(lse.x)[..., 0].contiguous()  # the kernel wants its lse so
+            of_q, of_k, of_v = self.attend_backward(block, *final, queries.take(d_out.x, zero_behind=True))
+            queries.put(d_q.x, of_q, add=True)
+            keys.put(into_k.x, _summed_queries(of_k), add=True)
+            keys.put(into_v.x, _summed_queries(of_v), add=True)
 
     def calls(
         self, stage: Stage, q: Rows, k: Rows, v: Rows, row_keys: Rows | None, *, bands: bool = True
-    ) -> Iterator[tuple[_Call, _At, _At, _Block]]:
-        for call in _calls(stage, q.x, v.width, bands):
-            queries, keys, keep = _At(call, q, keys=False), _At(call, k, keys=True), None
+    ) -> Iterator[_CallParts]:
+        """Yield each kernel call, the places of its queries and keys, its operands; ``bands``: of ``batches_of``."""
+        for call in _calls(stage, q.x, v.x.shape[-1], bands):
+            queries, keys, keep = _Places(call, q, keys=False), _Places(call, k, keys=True), None
             if self.dropout > 0:
                 if row_keys is None:
-                    raise RuntimeError(
-                        "attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch"
-                    )
+                    message = "attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch"
+                    raise RuntimeError(message)
                 keep = _keep(stage, call, queries.take(row_keys.x)[..., 0], self.dropout)
             operands = queries.take(q.x), keys.take(k.x), keys.take(v.x)
             yield call, queries, keys, _Block(*operands, call.tiles[0], stage.window or 0, keep)
 
 
-def summed_queries(x: Tensor) -> Tensor:
-    """Sum gradients [n, r, keys, d] over the r queries that one key and value served."""
+def _summed_queries(x: Tensor) -> Tensor:
+    # gradients [n, r, keys, d] over the r queries that one key and value served
     return x if x.shape[1] == 1 else x.sum(1, keepdim=True, dtype=wide_dtype(x.dtype))
 
 
@@ -187,14 +184,17 @@ class CPUFlash(_TileKernel):
     """torch's fused CPU kernel."""
 
     def attend(self, block: _Block) -> tuple[Tensor, Tensor]:
-        return cpu_flash(*self._operands(block), *_causal_and_mask(block))
+        return cpu_flash(*self._arguments(block))
 
-    def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return cpu_flash_backward(d_out, *self._operands(block), out, lse, *_causal_and_mask(block))
+    def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensors:
+        q, k, v, *mask = self._arguments(block)
+        return cpu_flash_backward(d_out, q, k, v, out, lse, *mask)
 
-    def _operands(self, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
-        r = block.q.shape[1]
-        return block.q, block.k.expand(-1, r, -1, -1), block.v.expand(-1, r, -1, -1)
+    def _arguments(self, block: _Block) -> tuple[Tensor, Tensor, Tensor, bool, Tensor | None]:
+        tile, r = block.tile, block.q.shape[1]
+        mask = band_mask(tile, block.window, block.q.dtype, block.q.device) if tile.kind == "band" else None
+        operands = block.q, block.k.expand(-1, r, -1, -1), block.v.expand(-1, r, -1, -1)
+        return *operands, tile.kind == "diagonal", mask
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class TiledAttention:
     queries outside all pieces.
     """
 
-    stage: Stage
-    sequences: int
+    stage: Stage  # pieces that share no query; only the tiles of a band share keys
+    sequences: int  # with pieces of their own; 1 if all are alike
     kernel = CPUFlash()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -230,25 +230,18 @@ class TiledAttention:
         of_q, of_k, of_v = (self._rows(x).x for x in grads)
         d_out, final = self._rows(grad).x, self._rows(out).x
         for (_, queries, keys, block), sums in zip(self._calls(q, k, v), lse, strict=True):
-            found = self.kernel.attend_backward(block, queries.take(final), sums, queries.take(d_out, zero_behind=True))
-            queries.put(of_q, found[0])
-            put = keys.add if overlap else keys.put
-            put(of_k, summed_queries(found[1]))
-            put(of_v, summed_queries(found[2]))
+            d_block = queries.take(d_out, zero_behind=True)
+            d_q, d_k, d_v = self.kernel.attend_backward(block, queries.take(final), sums, d_block)
+            queries.put(of_q, d_q)
+            keys.put(of_k, _summed_queries(d_k), add=overlap)
+            keys.put(of_v, _summed_queries(d_v), add=overlap)
         return grads
 
-    def _calls(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[_Call, _At, _At, _Block]]:
+    def _calls(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_CallParts]:
         return self.kernel.calls(self.stage, self._rows(q), self._rows(k), self._rows(v), None, bands=False)
 
     def _rows(self, x: Tensor) -> Rows:
         return Rows.interleaved(x, self.sequences)
-
-
-def _causal_and_mask(block: _Block) -> tuple[bool, Tensor | None]:
-    tile = block.tile
-    if tile.kind != "band":
-        return tile.kind == "diagonal", None
-    return False, band_mask(tile, block.window, block.q.dtype, block.q.device)
 
 
 @dataclass(frozen=True)
@@ -266,7 +259,7 @@ class Reference(_TileKernel):
         probs = self._dropped(torch.softmax(scores, dim=-1), block)
         return torch.matmul(probs.to(block.v.dtype), block.v), torch.logsumexp(scores, dim=-1)
 
-    def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensors:
         wide = lse.dtype
         q, k, v, out, d_out = (x.to(wide) for x in (block.q, block.k, block.v, out, d_out))
         probs = torch.exp(self._scores(block) - lse[..., None])
@@ -276,10 +269,8 @@ class Reference(_TileKernel):
         return torch.matmul(d_scores, k), torch.matmul(d_scores.transpose(-1, -2), q), d_v
 
     def _scores(self, block: _Block) -> Tensor:
-        scores = torch.matmul(block.q, block.k.transpose(-1, -2)).to(wide_dtype(block.q.dtype)) / math.sqrt(
-            block.q.shape[-1]
-        )
-        tile = block.tile
+        q, tile = block.q, block.tile
+        scores = torch.matmul(q, block.k.transpose(-1, -2)).to(wide_dtype(q.dtype)) / math.sqrt(q.shape[-1])
         if tile.kind == "band":
             scores = scores + band_mask(tile, block.window, scores.dtype, scores.device)
         elif tile.kind == "diagonal":
@@ -312,27 +303,19 @@ def _whole_band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor
 def _keep(stage: Stage, call: _Call, row_keys: Tensor, rate: float) -> Tensor:
     # which probabilities of a call dropout keeps, bool [n * m, r, rows, keys], by the rows' keys, int32 [n * m, r,
     # rows]; a key's channel is its position in its document, as in one process
-    longest, found = max(tile.keys for tile in call.tiles), []
+    longest, kept = max(tile.keys for tile in call.tiles), []
     for tile, keys in zip(call.tiles, row_keys.unflatten(0, (len(call.tiles), -1)), strict=True):
-        runs = _channels(stage, tile)
-        count = runs[-1][1] - runs[-1][0]
-        runs[-1] = (
-            runs[-1][0],
-            runs[-1][0] + count + longest - tile.keys,
-        )  # what is behind a tile's end counts for nothing
-        found.append(torch.cat([keep_mask(keys, stop - start, rate, start) for start, stop in runs], dim=-1))
-    return torch.cat(found)
-
-
-def _channels(stage: Stage, tile: Tile) -> list[Run]:
-    found, at = [], 0
-    for start, stop in stage.key_runs[tile.sequence]:
-        first, last = max(tile.first_key, at), min(tile.first_key + tile.keys, at + stop - start)
-        if first < last:
-            found.append((start + first - at, start + last - at))
-        at += stop - start
-    if stage.documents is not None:
-        ends = (0, *stage.documents[tile.sequence])
-        begin = ends[bisect_right(ends, found[0][0]) - 1]
-        found = [(start - begin, stop - begin) for start, stop in found]
-    return found
+        channels, row = list[Run](), 0
+        for start, stop in stage.key_runs[tile.sequence]:
+            first, last = max(tile.first_key, row), min(tile.first_key + tile.keys, row + stop - start)
+            if first < last:
+                channels.append((start + first - row, start + last - row))
+            row += stop - start
+        if stage.documents is not None:
+            ends = (0, *stage.documents[tile.sequence])
+            begin = ends[bisect_right(ends, channels[0][0]) - 1]
+            channels = [(start - begin, stop - begin) for start, stop in channels]
+        start, stop = channels[-1]
+        channels[-1] = start, stop + longest - tile.keys  # what is behind a tile's end counts for nothing
+        kept.append(torch.cat([keep_mask(keys, stop - start, rate, start) for start, stop in channels], dim=-1))
+    return torch.cat(kept)

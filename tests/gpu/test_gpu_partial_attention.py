@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megatron_sp.ops.attention_pieces import Stage
 from megatron_sp.ops.gpu_kernels import TorchFlash
-from megatron_sp.ops.gpu_partial_attention import FlashPieces
+from megatron_sp.ops.gpu_partial_attention import FlashPieces, piece_kernel
 from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, attend, attend_backward
-from megatron_sp.ops.partial_attention_choice import piece_kernel
 from megatron_sp.ops.tiled_attention import CPUFlash
 from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.row_mask import RowMask

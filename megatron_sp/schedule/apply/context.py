@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.ops.partial_attention_choice import piece_kernel
+from megatron_sp.ops.gpu_partial_attention import piece_kernel
 from megatron_sp.parallel.context_parallel import context_attention
 from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.parallel_context import ContextParallel

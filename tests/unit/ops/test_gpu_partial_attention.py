@@ -20,9 +20,8 @@ from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
 from megatron_sp.ops.attention_pieces import Stage, halves
 from megatron_sp.ops.flash_packages import FLASH_NAMES, Lengths, Pairs
 from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash
-from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces, calls_of
+from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces, calls_of, example_in_pieces
 from megatron_sp.ops.partial_attention import Columns, Partial, Rows, attend, attend_backward
-from megatron_sp.ops.partial_attention_choice import example_in_pieces
 from megatron_sp.ops.tiled_attention import CPUFlash
 from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.row_mask import RowMask
@@ -258,7 +257,7 @@ def test_torchs_kernel_takes_what_it_is_called_with(kind: Any, left: int, right:
     """As far as torch's description of its results goes, which is all that there is without a GPU."""
     q, kv = torch.empty(9, 2, 3, D, dtype=torch.bfloat16, device="meta"), torch.empty(9, 2, 2, D, dtype=torch.bfloat16, device="meta")
     (call,) = calls_of((Piece(-1, 0, 4, 0, 4, kind), Piece(-1, 4, 9, 4, 9, kind)), 4)
-    assert call.mask == (kind == "diagonal", left, right)
+    assert (call.causal, call.left, call.right) == (kind == "diagonal", left, right)
     pairs, torchs = call.pairs(q.device), TorchFlash()
     out, lse = torchs.forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], pairs)
     assert out.shape == (9, 6, D) and lse.shape == (6, 9) and lse.dtype == torch.float32

@@ -12,14 +12,13 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import in_blocks, pairs_of, randn
 from torch import Tensor
 
-from megatron_sp.ops import availability, partial_attention_choice, tiled_attention
+from megatron_sp.ops import availability, gpu_partial_attention, tiled_attention
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
 from megatron_sp.ops.attention_pieces import Stage, batches_of, cut, each_key_once, halves, tiles_of
 from megatron_sp.ops.gpu_kernels import CUDNN, PackageFlash, TorchFlash
-from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces
+from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces, piece_kernel
 from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, attend, attend_backward, merge_, wide_dtype
-from megatron_sp.ops.partial_attention_choice import piece_kernel
 from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 
 __all__ = ["in_blocks"]
@@ -348,13 +347,13 @@ def test_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "GPU", "meta")
     with pytest.raises(ValueError, match="no kernel for context parallelism on meta takes float32 and heads 1 wide"):
         piece_kernel("sdpa", x.to("meta"))
-    monkeypatch.setattr(partial_attention_choice, "torch_has_varlen", lambda x, v: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(gpu_partial_attention, "torch_has_varlen", lambda x, v: x.dtype == torch.bfloat16)
     x = x.to("meta", torch.bfloat16)
     assert piece_kernel("flash3", x) == FlashPieces(PackageFlash("flash3"))
     for takes in (CUDNN(True, True), CUDNN(True, False)):
-        monkeypatch.setattr(partial_attention_choice, "takes_cudnn", lambda *_, takes=takes: takes)
+        monkeypatch.setattr(gpu_partial_attention, "takes_cudnn", lambda *_, takes=takes: takes)
         assert piece_kernel("cudnn", x) == DensePieces(takes.groups)
-    monkeypatch.setattr(partial_attention_choice, "takes_cudnn", lambda *_: None)
+    monkeypatch.setattr(gpu_partial_attention, "takes_cudnn", lambda *_: None)
     for name in ("sdpa", "cudnn"):
         kernel = piece_kernel(name, x)
         assert isinstance(kernel, FlashPieces) and isinstance(kernel.kernel, TorchFlash)
