@@ -15,9 +15,8 @@ flash kernel for packed sequences, or a call for each piece. ``ops/attention_cho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,26 +37,34 @@ from megatron_sp.ops.attention_pieces import (
     tiles_of,
 )
 from megatron_sp.ops.dropout import fold32, keep_mask
-from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
-from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn, varlen
+from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, lse_lack
+from megatron_sp.ops.gpu_kernels import Dense, PackageFlash, Packed, TorchFlash, takes_cudnn, varlen
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.partial_attention import one_by_one
 from megatron_sp.ops.rotary import rotate_
 from megatron_sp.ops.tiled_attention import TiledAttention, band_mask
 
 KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", "sdpa-fa4", "reference"]
+Rotary = tuple[Tensor, Tensor]  # cos and sin
+Pieces = tuple[AttentionPiece, ...]
+
+_MASK_ELEMENTS = 2**24
+_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 @dataclass(frozen=True)
 class AttentionMask:
     """Attention mask as a small object instead of an s x s tensor."""
 
-    causal: bool = True
-    key_lengths: Tensor | None = None
+    causal: bool = True  # with fewer queries than keys the *last* query attends to all keys
+    key_lengths: Tensor | None = None  # int64 [b]; keys at or beyond a sequence's length are padding
+    # for each of the b sequences the ends of its documents, of which a query sees its own; not with ``key_lengths``
     documents: tuple[tuple[int, ...], ...] | None = None
+    # ``key_lengths`` on the host, so that kernels compute real keys only; None: read, for which the host waits
     lengths: tuple[int, ...] | None = None
-    window: int | None = None
-    bias: Tensor | None = None
+    window: int | None = None  # keys that a query attends to, itself included; for causal masks
+    bias: Tensor | None = None  # [b, 1, 1, s_k], added to the scores of one query per sequence; replaces all others
 
     def lengths_on_host(self) -> tuple[int, ...] | None:
         """Return the key lengths, or None if getting them would mean waiting for a device."""
@@ -67,15 +74,9 @@ class AttentionMask:
 
 
 def attention(
-    qkv: Tensor,
-    queries_per_group: int,
-    head_dim: int,
-    mask: AttentionMask,
-    *,
-    kernel: KernelName = "sdpa",
-    dropout: float = 0.0,
-    dropout_rows: Tensor | None = None,
-) -> Tensor:
+    qkv: Tensor, queries_per_group: int, head_dim: int, mask: AttentionMask, *, kernel: KernelName = "sdpa",
+    dropout: float = 0.0, dropout_rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute softmax(q k^T / sqrt(d)) v from ``qkv`` [s, b, g * (r + 2) * d], rows in group order: [s, b, g * r * d].
 
     ``dropout_rows``: int32 [s, b], the tokens' keys for dropout by hash (the reference kernel's).
@@ -89,13 +90,12 @@ def attention(
 
 
 def split_qkv(
-    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None = None,
-    v_width: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return views of the fused tensor, q [s, b*g, r, d], k [s, b*g, 1, d], v [s, b*g, 1, d_v]; backward packs gradients once.
+    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: Rotary | None = None, v_width: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of the fused tensor, q [s, b*g, r, d], k [s, b*g, 1, d] and v [s, b*g, 1, d_v].
 
-    With ``rotary`` (cos, sin) queries and keys are rotated first, in place; backward rotates the packed gradient in place,
-    since nothing else uses it.
+    Backward packs the gradients once. With ``rotary`` (cos, sin) queries and keys are rotated first, in place; backward
+    rotates the packed gradient in place, since nothing else uses it.
     """
     return _SplitQKV.apply(qkv, queries_per_group, head_dim, rotary, v_width)
 
@@ -103,25 +103,18 @@ def split_qkv(
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        queries_per_group: int,
-        head_dim: int,
-        rotary: tuple[Tensor, Tensor] | None,
-        v_width: int | None,
+        ctx: Any, qkv: Tensor, queries_per_group: int, head_dim: int, rotary: Rotary | None, v_width: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.shape, ctx.rotary = qkv.shape, rotary
         return cut_qkv(qkv, queries_per_group, head_dim, rotary, v_width)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        return join_qkv(grad_q, grad_k, grad_v, ctx.shape, ctx.rotary), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return join_qkv(*grads, ctx.shape, ctx.rotary), None, None, None, None
 
 
 def cut_qkv(
-    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None, v_width: int | None = None
+    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: Rotary | None, v_width: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``split_qkv`` does, without a graph."""
     (s, b, width), r, d_v = qkv.shape, queries_per_group, v_width or head_dim
@@ -135,9 +128,7 @@ def cut_qkv(
     return q, k, v[:, :, None]
 
 
-def join_qkv(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def join_qkv(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: Rotary | None) -> Tensor:
     """Return the gradient of the fused tensor, in the memory of those of its parts if they are views of one tensor."""
     (s, m, r, d), d_v = grad_q.shape, grad_v.shape[3]
     if d != d_v:
@@ -166,19 +157,24 @@ def core_attention(
 ) -> Tensor:  # fmt: skip
     """Compute softmax(q k^T / sqrt(d)) v of m independent groups: q [s_q, m, r, d], k and v [s_k, m, 1, d or d_v].
 
-    Returns [s_q, m, r, d_v]; zero for a query without keys (all padding, or causal with more queries than keys). The mask's
-    ``key_lengths`` are [m], ``dropout_rows`` int32 [m, r, s_q]. ``kept`` keeps the results for a recomputation, or has them.
+    Returns [s_q, m, r, d_v]; zero for a query without keys (all padding, or causal with more queries than keys). The
+    mask's ``key_lengths`` are [m], ``dropout_rows`` int32 [m, r, s_q]. ``kept`` keeps the results for a recomputation,
+    or has them.
     """
     kernel, mask = _settled(kernel, mask, k)
     if dropout == 0.0 and (kept is not None or _is_for_cpu_flash(q, kernel)):
-        found = lse_kernel(q, k, v, mask, kernel)
-        if found is not None:
-            return attend_with(found, q, k, v, kept)
+        with_lse = lse_kernel(q, k, v, mask, kernel)
+        if with_lse is not None:
+            return attend_with(with_lse, q, k, v, kept)
     pieces, each = _pieces_of(q, k, mask, kernel)
     if pieces is not None:
         return _by_piece(q, k, v, pieces, each, mask, kernel, dropout, dropout_rows, kept)
     if kernel in FLASH_NAMES:
-        return _flash(kernel, q, k, v, mask, dropout)
+        if mask.key_lengths is not None or mask.bias is not None:
+            return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding, and takes no bias
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        out = flash_packages.dense(kernel, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
+        return out.transpose(0, 1)  # [m, s, r, d_v] -> [s, m, r, d_v]
     if kernel == "sdpa":
         return _sdpa(q, k, v, mask, dropout)
     if kernel == "cudnn":
@@ -201,8 +197,10 @@ def lse_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: Ker
     if pieces is not None:
         if on_cpu:
             return TiledAttention(stage_of(pieces, window), q.shape[1] // each)
-        flash = _flash_with_lse(kernel, q, v) if _are_documents(pieces, each, q) else None
-        return None if flash is None else Packed(flash, pieces, each, causal, window)
+        if not _are_documents(pieces, each, q) or not (kernel in FLASH_NAMES or torch_has_varlen(q, v)):
+            return None
+        flash = PackageFlash(kernel) if kernel in FLASH_NAMES else TorchFlash()
+        return Packed(flash, pieces, each, causal, window)
     if mask.key_lengths is not None or mask.bias is not None:
         return None
     if kernel in FLASH_NAMES:
@@ -223,6 +221,7 @@ def _is_for_cpu_flash(q: Tensor, kernel: KernelName) -> bool:
 
 
 def _settled(kernel: KernelName, mask: AttentionMask, k: Tensor) -> tuple[KernelName, AttentionMask]:
+    # a kernel by the name of those that are called alike, and a mask without a window that hides nothing
     assert mask.window is None or mask.causal, "a window is for causal attention"
     if mask.window is not None and mask.window >= k.shape[0]:
         mask = replace(mask, window=None)
@@ -233,9 +232,7 @@ def _all_pairs(s_q: int, s_k: int, causal: bool, window: int | None = None) -> S
     return stage_of((AttentionPiece(-1, 0, s_q, 0, s_k, "diagonal" if causal else "full"),), window)
 
 
-def _pieces_of(
-    q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName
-) -> tuple[tuple[AttentionPiece, ...] | None, int]:
+def _pieces_of(q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName) -> tuple[Pieces | None, int]:
     # the pieces within which attention is computed, if the mask has several, and the columns of m per sequence
     if mask.documents is not None:
         return pieces_of_documents(mask.documents, mask.causal), q.shape[1] // len(mask.documents)
@@ -244,14 +241,13 @@ def _pieces_of(
     lengths = mask.lengths_on_host()
     if lengths is None and q.shape[0] > 1:
         lengths = tuple(mask.key_lengths.tolist())  # the host waits: a mask [m, s, s] would cost more
-    return (
-        (None, 1)
-        if lengths is None
-        else (pieces_of_lengths(lengths, k.shape[0], mask.causal), q.shape[1] // len(lengths))
-    )
+    if lengths is None:
+        return None, 1
+    return pieces_of_lengths(lengths, k.shape[0], mask.causal), q.shape[1] // len(lengths)
 
 
-def _are_documents(pieces: tuple[AttentionPiece, ...], each: int, q: Tensor) -> bool:
+def _are_documents(pieces: Pieces, each: int, q: Tensor) -> bool:
+    # whether pieces have as many keys as queries and cover every row
     cover = each * sum(piece.q_stop - piece.q_start for piece in pieces) == q.shape[0] * q.shape[1]
     return cover and all(piece.k_stop == piece.q_stop for piece in pieces)
 
@@ -264,18 +260,15 @@ def keeps_results(kernel: KernelName, device: torch.device, dtype: torch.dtype, 
 def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str:
     """Return why the results of ``core_attention`` cannot be kept for a recomputation; empty if they can.
 
-    Kept are output and log of the sums of kernels whose backward takes them. Ranks may differ in it, by packages or GPUs.
+    Kept are output and log of the sums of kernels whose backward takes them. Ranks may differ in it, by their packages.
     """
     if kernel == "reference":
         return "the plain form gives no log of its sums"
     if dropout > 0:
         return "with attention dropout a kernel draws its mask, which is not kept"
     if device.type == "cpu" and kernel not in FLASH_NAMES:
-        return (
-            ""
-            if _HAS_CPU_FLASH
-            else f"torch {torch.__version__} has no fused kernel for a CPU whose backward can be called"
-        )
+        lack = f"torch {torch.__version__} has no fused kernel for a CPU whose backward can be called"
+        return "" if _HAS_CPU_FLASH else lack
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         return f"torch's kernel for {name} on a GPU is not a flash kernel, and its results are not kept"
@@ -287,95 +280,52 @@ def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, h
 
 
 def _by_piece(
-    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[AttentionPiece, ...], each: int, mask: AttentionMask,
-    kernel: KernelName, dropout: float, dropout_rows: Tensor | None, kept: KeptTensors | None,
+    q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
+    dropout_rows: Tensor | None, kept: KeptTensors | None,
 ) -> Tensor:  # fmt: skip
     # attention within pieces only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply
     causal, window = mask.causal, mask.window
-    varlen_kernel = _varlen_kernel(q, v, causal, kernel, dropout, window) if _are_documents(pieces, each, q) else None
-    if varlen_kernel is not None:
-        return varlen(q, k, v, pieces, each, varlen_kernel)
+    if _are_documents(pieces, each, q):  # a call for all of them, if a kernel takes packed sequences
+        options: dict[str, Any] = {"causal": causal, "window": window, "dropout": dropout}
+        if kernel in FLASH_NAMES:
+            return varlen(q, k, v, pieces, each, partial(flash_packages.packed, kernel, **options))
+        if kernel in ("sdpa", "cudnn") and torch_has_varlen(q, v):
+            return varlen(q, k, v, pieces, each, partial(_flash_of_torch, **options))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece) -> Tensor:
-        columns = slice(piece.sequence * each, (piece.sequence + 1) * each)
+        columns, n = slice(piece.sequence * each, (piece.sequence + 1) * each), len(k)
+        if causal and n < len(
+            q
+        ):  # kernels put the last query at the last key: these are at the first one, others see all
+            parts = (AttentionMask(True), q[:n]), (AttentionMask(False), q[n:])
+            return torch.cat([core_attention(x, k, v, m, kernel=kernel, dropout=dropout, kept=kept) for m, x in parts])
         rows = None if dropout_rows is None else dropout_rows[columns, :, piece.q_start : piece.q_stop]
-        if causal and len(k) < len(q):  # the kernels put the last query at the last key: these are at the first one
-            return _causal_from_the_start(q, k, v, kernel, dropout, kept)
         mask = AttentionMask(causal, window=window)
         return core_attention(q, k, v, mask, kernel=kernel, dropout=dropout, dropout_rows=rows, kept=kept)
 
     return one_by_one(q, k, v, pieces, each, attend)
 
 
-def _causal_from_the_start(
-    q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, dropout: float, kept: KeptTensors | None
-) -> Tensor:  # fmt: skip
-    # query i attends to keys 0 to i, and there are more queries than keys: the rest attend to all
-    n = k.shape[0]
-    parts = [core_attention(q[:n], k, v, AttentionMask(True), kernel=kernel, dropout=dropout, kept=kept)]
-    parts.append(core_attention(q[n:], k, v, AttentionMask(False), kernel=kernel, dropout=dropout, kept=kept))
-    return torch.cat(parts)
-
-
-def _flash_with_lse(kernel: KernelName, q: Tensor, v: Tensor) -> FlashKernel | None:
-    if kernel in FLASH_NAMES:
-        return PackageFlash(kernel)
-    return TorchFlash() if kernel in ("sdpa", "cudnn") and torch_has_varlen(q, v) else None
-
-
-def _varlen_kernel(
-    q: Tensor, v: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None
-) -> Callable[..., Tensor] | None:
-    # a kernel for all documents at once (``gpu_kernels.varlen``), or None if there is none for these arguments
-    if kernel in FLASH_NAMES:
-        name = kernel
-
-        def of_package(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-            return flash_packages.packed(name, q, k, v, ends, longest, causal=causal, window=window, dropout=dropout)
-
-        return of_package
-    if kernel in ("sdpa", "cudnn") and torch_has_varlen(q, v):
-
-        def of_torch(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-            return _flash_of_torch(q, k, v, ends, longest, longest, dropout, causal, window)
-
-        return of_torch
-    return None
-
-
 def _flash_of_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor | None,
-    max_q: int,
-    max_k: int,
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, longest: int, *, causal: bool, window: int | None,
     dropout: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     # torch's flash kernel on a GPU itself, since SDPA supports neither cumulative sequence lengths nor windows
     more: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     d_v = v.shape[-1]
     if d_v != q.shape[-1]:
         more["scale"] = 1 / math.sqrt(q.shape[-1])
         q, k, v = same_widths(q, k, v)
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        q, k, v, ends, ends, max_q, max_k, dropout, causal, False, **more
-    )[0]
+    forward = torch.ops.aten._flash_attention_forward
+    out: Tensor = forward(q, k, v, ends, ends, longest, longest, dropout, causal, False, **more)[0]
     return out if d_v == out.shape[-1] else out[..., :d_v]
 
 
 def torch_has_varlen(q: Tensor, v: Tensor | None = None) -> bool:
-    """Return whether torch's flash kernel takes q and v like these with cumulative lengths, as SDPA judges it."""
-    width = q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1])
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and width <= MOST_HEAD_DIM
-        and width % 8 == 0
-        and _has_flash(q.device)
-    )
+    """Return whether torch's flash kernel takes q and v with cumulative lengths, by the conditions of SDPA."""
+    width = q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1])  # the narrower heads are padded
+    fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and width <= MOST_HEAD_DIM and width % 8 == 0
+    return fits and _has_flash(q.device)
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -395,14 +345,6 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
     for sequence, position in last.nonzero().tolist():
         ends[sequence].append(position + 1)
     return None if all(len(e) <= 1 for e in ends) else tuple(tuple(e) for e in ends)
-
-
-def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
-    if mask.key_lengths is not None or mask.bias is not None:
-        return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding, and takes no bias
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
-    return out.transpose(0, 1)  # [m, s, r, d_v] -> [s, m, r, d_v]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
@@ -427,10 +369,8 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropou
     tiles = [q.new_zeros((blind, *q.shape[1:3], v.shape[3]))] if blind else []
     for first in range(blind, s_q, rows):
         last = min(first + rows, s_q)
-        keys = slice(
-            0 if mask.window is None else max(0, first + behind - mask.window + 1),
-            last + behind if mask.causal else s_k,
-        )
+        first_key = 0 if mask.window is None else max(0, first + behind - mask.window + 1)
+        keys = slice(first_key, last + behind if mask.causal else s_k)
         allowed = _allowed(mask, s_q, s_k, q.device, slice(first, last), keys)
         tiles.append(_any_sdpa(q[first:last], k[keys], v[keys], allowed, dropout))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
@@ -441,26 +381,25 @@ def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: 
     if q.device.type == "cuda":
         return _fused_sdpa(q, k, v, allowed, dropout, causal)
     q, k, v = by_head(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal).permute(
-        2, 0, 1, 3
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal)
+    return out.permute(2, 0, 1, 3)
 
 
 def _fused_sdpa(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False
 ) -> Tensor:
-    """Call SDPA on a GPU with any kernel but the one that writes all scores [m, r, s_q, s_k] to memory.
-
-    SDPA takes that one without a word where no other applies. The flash and cuDNN kernels know grouped queries; the
-    memory-efficient one (fp32, masks) does not: its keys and values are expanded with stride 0, which is right in backward
-    (pytorch #191085). It wants heads of a multiple of 16 bytes; zeros beside them change no score.
-    """
-    (r, d), d_v = q.shape[2:], v.shape[3]
-    with _without_all_scores():
+    # SDPA on a GPU with any of its kernels but the one that writes all scores [m, r, s_q, s_k] to memory, which it
+    # takes without a word where no other applies. The flash and cuDNN kernels know grouped queries; the
+    # memory-efficient one (fp32, masks) does not: its keys and values are expanded with stride 0, which is right in
+    # backward (pytorch #191085). It wants heads of a multiple of 16 bytes; zeros beside them change no score
+    (r, d), d_v, backends = q.shape[2:], v.shape[3], torch.backends.cuda
+    math_before = backends.math_sdp_enabled()
+    backends.enable_math_sdp(False)  # what else may be taken stays as it is, unlike with ``sdpa_kernel``
+    try:
         operands = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-        params = torch.backends.cuda.SDPAParams(*operands, None, dropout, causal, r > 1)
+        params = backends.SDPAParams(*operands, None, dropout, causal, r > 1)
         takes_groups = allowed is None and (
-            torch.backends.cuda.can_use_flash_attention(params) or torch.backends.cuda.can_use_cudnn_attention(params)
+            backends.can_use_flash_attention(params) or backends.can_use_cudnn_attention(params)
         )
         if not takes_groups:
             if d % 8 or d_v % 8:
@@ -480,21 +419,14 @@ def _fused_sdpa(
                 f"no fused kernel of torch computes attention in {dtype} with heads {d} wide on this GPU, and the plain"
                 " one holds the scores of all pairs of tokens in memory: --attention-backend unfused asks for it"
             ) from error
+    finally:
+        backends.enable_math_sdp(math_before)
     return out[..., :d_v].permute(2, 0, 1, 3)
 
 
-@contextmanager
-def _without_all_scores() -> Iterator[None]:
-    # keep SDPA from taking its plain form; what else may be taken stays as it is, unlike with ``sdpa_kernel``
-    before = torch.backends.cuda.math_sdp_enabled()
-    torch.backends.cuda.enable_math_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_math_sdp(before)
-
-
 def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
+    # causal attention with a window shorter than the keys. Where no kernel supports windows (fp32 on a GPU, dropout on
+    # the CPU), tiles of queries are computed one by one; all but the first and the last share a mask
     s_q, s_k = q.shape[0], k.shape[0]
     if s_q < s_k:  # generation: the last queries of all
         k, v = (t[max(0, s_k - s_q - window + 1) :] for t in (k, v))
@@ -504,18 +436,13 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
         return _sdpa_with_mask(q, k, v, AttentionMask(window=window), dropout)
     if torch_has_varlen(q, v):
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
-        return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
-    found = []
+        return _flash_of_torch(q, k, v, None, s_q, causal=True, window=window, dropout=dropout).transpose(0, 1)
+    parts = []
     for tile in tiles_of(_all_pairs(s_q, s_k, True, window).pieces, window):
         rows, seen = slice(tile.start, tile.start + tile.queries), slice(tile.first_key, tile.first_key + tile.keys)
         allowed = band_mask(tile, window, q.dtype, q.device) if tile.kind == "band" else None
-        found.append(_any_sdpa(q[rows], k[seen], v[seen], allowed, dropout, causal=tile.kind == "diagonal"))
-    return torch.cat(found)
-
-
-_MASK_ELEMENTS = 2**24
-_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-_HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
+        parts.append(_any_sdpa(q[rows], k[seen], v[seen], allowed, dropout, causal=tile.kind == "diagonal"))
+    return torch.cat(parts)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, rows: Tensor | None) -> Tensor:
@@ -526,9 +453,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
     if mask.bias is not None:
         scores = scores + mask.bias
     if allowed is not None:
-        scores = scores.masked_fill(
-            ~allowed, torch.finfo(wide).min
-        )  # not -inf: a query that sees nothing would become NaN
+        # not -inf: a query that sees nothing would become NaN
+        scores = scores.masked_fill(~allowed, torch.finfo(wide).min)
     probs = torch.softmax(scores, dim=-1)
     if allowed is not None and (mask.key_lengths is not None or q.shape[2] > k.shape[2]):
         probs = probs.masked_fill(~allowed, 0.0)  # such a query gets zero, as in the other kernels
@@ -540,16 +466,12 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
 
 
 def _allowed(
-    mask: AttentionMask,
-    s_q: int,
-    s_k: int,
-    device: torch.device,
-    queries: slice | None = None,
-    keys: slice | None = None,
-) -> Tensor | None:
-    """Return the bool mask, broadcastable to [m, r, s_q, s_k], or a part of it; None if nothing is masked."""
-    rows = torch.arange(s_q, device=device)[queries or slice(None)]
-    at = torch.arange(s_k, device=device)[keys or slice(None)]
+    mask: AttentionMask, s_q: int, s_k: int, device: torch.device, queries: slice = slice(None),
+    keys: slice = slice(None),
+) -> Tensor | None:  # fmt: skip
+    # bool, broadcastable to [m, r, queries, keys], True where allowed; None if nothing is masked
+    rows = torch.arange(s_q, device=device)[queries]
+    at = torch.arange(s_k, device=device)[keys]
     allowed = None
     if mask.causal:
         last = rows[:, None] + (s_k - s_q)

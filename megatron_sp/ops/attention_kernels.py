@@ -28,8 +28,8 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 class KeptTensors:
     """Tensors of a forward pass that its recomputation takes instead of computing them again.
 
-    Both passes come by the same places in the same order, and the names of entries are compared. An entry may be a section
-    with entries of its own, which can be read later than what follows it.
+    Both passes come by the same places in the same order, and the names of entries are compared. An entry may be a
+    section with entries of its own, which can be read later than what follows it.
     """
 
     def __init__(self) -> None:
@@ -44,27 +44,27 @@ class KeptTensors:
     def section(self, name: str) -> KeptTensors:
         """Return a section: a new one in the first pass, the next entry in the second one."""
         if self.replays:
-            found = self._next(name)
-            assert isinstance(found, KeptTensors)
-            return found
-        made = KeptTensors()
-        self._entries.append((name, made))
-        return made
+            section = self._next(name)
+            assert isinstance(section, KeptTensors)
+        else:
+            section = KeptTensors()
+            self._entries.append((name, section))
+        return section
 
     def take(self, name: str) -> tuple[Tensor, ...]:
         """Return the next entry, in the second pass, and forget it. Raises RuntimeError if the passes differ."""
-        found = self._next(name)
-        assert isinstance(found, tuple)
-        return found
+        tensors = self._next(name)
+        assert isinstance(tensors, tuple)
+        return tensors
 
     def find(self, name: str) -> tuple[Tensor, ...]:
         """Return the first entry of this name, without forgetting it; nothing if there is none."""
-        return next((found for each, found in self._entries if each == name and isinstance(found, tuple)), ())
+        return next((entry for known, entry in self._entries if known == name and isinstance(entry, tuple)), ())
 
     def _next(self, name: str) -> tuple[Tensor, ...] | KeptTensors:
-        found, entry = self._entries.popleft() if self._entries else ("nothing", ())
-        if found != name:
-            raise RuntimeError(f"the recomputation asks for {name} where the forward pass has kept {found}")
+        known, entry = self._entries.popleft() if self._entries else ("nothing", ())
+        if known != name:
+            raise RuntimeError(f"the recomputation asks for {name} where the forward pass has kept {known}")
         return entry
 
     def release(self) -> list[Tensor]:
@@ -82,14 +82,14 @@ class KeptTensors:
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
         """Begin the second pass with the tensors that ``release`` handed out."""
-        at = iter(tensors)
+        remaining = iter(tensors)
         self._entries, self.replays = deque(), True
         for name, layout in self._layout:
             if isinstance(layout, KeptTensors):
-                layout.restore(at)
+                layout.restore(remaining)
                 self._entries.append((name, layout))
             else:
-                self._entries.append((name, tuple(next(at) for _ in range(layout))))
+                self._entries.append((name, tuple(next(remaining) for _ in range(layout))))
 
 
 class Gradients(NamedTuple):
@@ -139,6 +139,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _is_fused(q: Tensor, k: Tensor) -> bool:
+    # whether q and k are parts of one fused tensor
     return k.shape[0] == q.shape[0] and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
 
 
@@ -155,8 +156,8 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 class DenseCPU:
     """torch's fused CPU kernel on all pairs, or on those of a causal mask.
 
-    It is called directly because SDPA saves its output in the kernel's layout, and the output projection a contiguous copy;
-    here both use the copy.
+    It is called directly because SDPA saves its output in the kernel's layout, and the output projection a contiguous
+    copy; here both use the copy.
     """
 
     causal: bool
@@ -165,9 +166,8 @@ class DenseCPU:
         s, m, r, d = q.shape
         d_v = v.shape[3]
         if is_small(q) and d == d_v:
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-                *by_head(q, k, v), 0.0, self.causal
-            )
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            out, lse = flash(*by_head(q, k, v), 0.0, self.causal)
             return out.permute(2, 0, 1, 3).contiguous(), lse  # [m, r, s, d] -> [s, m, r, d]
         out = empty((s, m, r, d_v), dtype=q.dtype, device=q.device)
         lse = torch.empty((m, r, s), dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
@@ -179,9 +179,10 @@ class DenseCPU:
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         s, m, r, d = q.shape
         if is_small(q) and r == 1 and d == v.shape[3] and _is_fused(q, k):
-            of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-                grad.permute(1, 2, 0, 3), *by_head(q, k, v), out.permute(1, 2, 0, 3), lse[0], 0.0, self.causal
-            )
+            flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            results = out.permute(1, 2, 0, 3), lse[0]
+            of_heads = flash_backward(grad.permute(1, 2, 0, 3), *by_head(q, k, v), *results, 0.0, self.causal)
+            of_q, of_k, of_v = of_heads
             parts = of_q.permute(2, 0, 1, 3), of_k.permute(2, 0, 1, 3), of_v.permute(2, 0, 1, 3)
             return Gradients(*torch.cat(parts, 2).split_with_sizes((1, 1, 1), 2))  # [m, 1, s, d] -> [s, m, 3, d]
         grads = empty_gradients(q, k, v)
