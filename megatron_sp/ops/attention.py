@@ -110,7 +110,8 @@ class _SplitQKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return join_qkv(*grads, ctx.shape, ctx.rotary), None, None, None, None
+        grad_q, grad_k, grad_v = grads
+        return join_qkv(grad_q, grad_k, grad_v, ctx.shape, ctx.rotary), None, None, None, None
 
 
 def cut_qkv(

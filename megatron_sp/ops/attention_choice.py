@@ -31,21 +31,20 @@ from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, PACKAGES,
 
 ALL_SCORES = "the scores of all pairs of tokens are in memory"
 _GROUPS: dict[str, tuple[KernelName, ...]] = {
-    "auto": ("flash4", "flash3", "cudnn", "flash2", "sdpa"), "flash": ("flash4", "flash3", "flash2"), "fused": ("sdpa",),
+    "auto": ("flash4", "flash3", "cudnn", "flash2", "sdpa"), "flash": ("flash4", "flash3", "flash2"),
+    "fused": ("sdpa",),
 }  # fmt: skip
+# the name of the kernel that a package's is through torch, and what torch calls it
 _THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {
     "flash4": ("sdpa-fa4", "FA4"),
     "flash3": ("sdpa-fa3", "FA3"),
 }
-_TOLERANCE = {
-    torch.float32: 1e-2,
-    torch.bfloat16: 0.05,
-    torch.float16: 0.01,
-}  # of the largest element; fp32 may be TF32 inside
+# of the largest element; fp32 may be TF32 inside
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.05, torch.float16: 0.01}
 _16_BIT = (torch.bfloat16, torch.float16)
 
+# the GPU's fused kernels with which context parallelism computes (``ops/gpu_partial_attention.py``)
 IN_PIECES: tuple[KernelName, ...] = ("sdpa", *FLASH_NAMES, "cudnn")
-"""Names of the GPU's fused kernels with which context parallelism computes (``ops/gpu_partial_attention.py``)."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,15 @@ class AttentionUse:
     """Requirements of a run on its attention kernel."""
 
     device: torch.device
-    dtype: torch.dtype
-    dropout: float = 0.0
+    dtype: torch.dtype  # of the activations
+    dropout: float = 0.0  # of the probabilities, in training
     head_dim: int = 64
     queries_per_group: int = 1
     causal: bool = True
-    window: int | None = None
-    documents: bool = False
+    window: int | None = None  # keys that a query attends to, itself included; None: all before it
+    documents: bool = False  # sequences are packed documents (--reset-attention-mask)
     deterministic: bool = False
+    # keys come in parts whose results are merged: with context parallelism, or slices of a sequence
     context: bool = False
 
 
@@ -76,9 +76,9 @@ class AttentionUse:
 class Candidates:
     """Kernels that work here, best guess first, and why the others do not."""
 
-    names: tuple[KernelName, ...]
-    reason: str
-    lacks: dict[str, str] = field(default_factory=dict)
+    names: tuple[KernelName, ...]  # at least one
+    reason: str  # why the first is taken if it is not timed
+    lacks: dict[str, str] = field(default_factory=dict)  # by kernel, why it is not a candidate
 
 
 def choose_kernel(
@@ -112,48 +112,37 @@ def find_candidates(backend: str, use: AttentionUse) -> Candidates:
     names: list[KernelName] = []
     lacks: dict[str, str] = {}
     for name in wanted:
-        for way in (name, *_ways_through_torch(name, use)):
+        through_torch = _THROUGH_TORCH[name][:1] if name in _THROUGH_TORCH and not known_lack(name, use) else ()
+        for way in (name, *through_torch):
             lacks[way] = lack(way, use)
             if not lacks[way]:
                 names.append(way)
                 break
+    reasons = {name: why for name, why in lacks.items() if why}
     if names:
-        return Candidates(
-            tuple(names),
-            "asked for" if backend not in ("auto", "flash") else _without(names, lacks),
-            _only_reasons(lacks),
-        )
+        others = {name: why for name, why in reasons.items() if name not in names}
+        reason = f"not used: {_listed(others)}" if others else "the fastest by reputation"
+        return Candidates(tuple(names), "asked for" if backend not in ("auto", "flash") else reason, reasons)
     if "sdpa" in wanted:
-        return Candidates(
-            ("reference",), f"no fused kernel works here ({_listed(lacks)}): {ALL_SCORES}", _only_reasons(lacks)
-        )
+        return Candidates(("reference",), f"no fused kernel works here ({_listed(lacks)}): {ALL_SCORES}", reasons)
     raise RuntimeError(f"--attention-backend {backend} cannot be used: {_listed(lacks)}. Use --attention-backend auto.")
 
 
 def _on_cpu(backend: str, use: AttentionUse) -> Candidates:
     if backend == "auto" and use.dropout > 0:
-        return Candidates(
-            ("reference",), "attention dropout on CPU: torch's fused kernel falls back to a slower path with it"
-        )
+        reason = "attention dropout on CPU: torch's fused kernel falls back to a slower path with it"
+        return Candidates(("reference",), reason)
     cost = f"; with attention dropout on a CPU {ALL_SCORES}" if use.dropout > 0 else ""
     return Candidates(("sdpa",), f"asked for{cost}" if backend == "fused" else "flash-attn not used: it needs a GPU")
 
 
-def _without(names: list[KernelName], lacks: dict[str, str]) -> str:
-    others = {name: why for name, why in lacks.items() if why and name not in names}
-    return f"not used: {_listed(others)}" if others else "the fastest by reputation"
-
-
 def _listed(lacks: dict[str, str]) -> str:
+    # kernels and why each is not used; kernels with the same reason share it
     by_reason: dict[str, list[str]] = {}
     for name, why in lacks.items():
         if why:
             by_reason.setdefault(why, []).append(name)
     return "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
-
-
-def _only_reasons(lacks: dict[str, str]) -> dict[str, str]:
-    return {name: why for name, why in lacks.items() if why}
 
 
 def lack(name: KernelName, use: AttentionUse) -> str:
@@ -180,7 +169,8 @@ def _context_lack(name: KernelName, use: AttentionUse) -> str:
     if use.dropout > 0:
         return "its dropout would depend on how context parallelism cuts the sequence"
     if use.dtype not in _16_BIT:
-        return f"it gives no log-sum-exp in {str(use.dtype).removeprefix('torch.')}, by which context parallelism merges parts"
+        dtype = str(use.dtype).removeprefix("torch.")
+        return f"it gives no log-sum-exp in {dtype}, by which context parallelism merges parts"
     if name not in IN_PIECES:
         return "it takes no keys in parts, as context parallelism has them"
     if use.head_dim > MOST_HEAD_DIM or use.head_dim % 8:
@@ -216,24 +206,15 @@ def _cudnn_lack(use: AttentionUse) -> str:
         return "torch has no cuDNN here"
     q, k = (torch.empty(1, n, 64, use.head_dim, device=use.device, dtype=use.dtype) for n in (use.queries_per_group, 1))
     params = torch.backends.cuda.SDPAParams(q, k, k, None, use.dropout, use.causal, use.queries_per_group > 1)
-    return (
-        ""
-        if torch.backends.cuda.can_use_cudnn_attention(params)
-        else f"SDPA does not take it on {_gpu_words(use.device)}"
-    )
-
-
-def _gpu_words(device: torch.device) -> str:
-    return f"compute capability {'.'.join(map(str, compute_capability(device)))} for heads like these"
+    if torch.backends.cuda.can_use_cudnn_attention(params):
+        return ""
+    capability = ".".join(map(str, compute_capability(use.device)))
+    return f"SDPA does not take it on compute capability {capability} for heads like these"
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Return the GPU's compute capability."""
     return torch.cuda.get_device_capability(device)
-
-
-def _ways_through_torch(name: KernelName, use: AttentionUse) -> tuple[KernelName, ...]:
-    return (_THROUGH_TORCH[name][0],) if name in _THROUGH_TORCH and not known_lack(name, use) else ()
 
 
 def activate(name: KernelName) -> None:
@@ -272,11 +253,9 @@ def _trial(name: KernelName, use: AttentionUse, kept: bool = False) -> str:
         return f"it fails here: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
     finally:
         activate("sdpa")
-    return (
-        ""
-        if error <= _TOLERANCE[use.dtype]
-        else f"it is wrong here: an example differs from the plain kernel's result by {error:.2g}"
-    )
+    if error <= _TOLERANCE[use.dtype]:
+        return ""
+    return f"it is wrong here: an example differs from the plain kernel's result by {error:.2g}"
 
 
 def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> float:

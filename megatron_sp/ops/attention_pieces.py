@@ -6,7 +6,7 @@ lengths and window here; those of several ranks come from ``parallel/context_pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -81,18 +81,17 @@ def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[Att
 def stage_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Stage:
     """Return the stage of these pieces, the same object for the same ones.
 
-    With a window a diagonal longer than it is one of its first ``window`` queries, which see all before them, and a band.
+    With a window a longer diagonal is one of its first ``window`` queries, which see all before them, and a band.
     """
-    found = list[AttentionPiece]()
+    cut_pieces = list[AttentionPiece]()
     for piece in pieces:
-        start = piece.q_start
-        first = piece.q_stop if window is None else min(piece.q_stop, start + window)
-        found.append(
-            piece if first == piece.q_stop else piece._replace(q_stop=first, k_stop=piece.k_start + first - start)
-        )
-        if window is not None and first < piece.q_stop:
-            found.append(piece._replace(q_start=first, k_start=piece.k_start + 1, kind="band", offset=window - 1))
-    return Stage(tuple(found), window)
+        if window is None or piece.q_stop <= piece.q_start + window:
+            cut_pieces.append(piece)
+            continue
+        first = piece.q_start + window
+        cut_pieces.append(piece._replace(q_stop=first, k_stop=piece.k_start + window))
+        cut_pieces.append(piece._replace(q_start=first, k_start=piece.k_start + 1, kind="band", offset=window - 1))
+    return Stage(tuple(cut_pieces), window)
 
 
 def runs_of_equal(counts: Sequence[int]) -> list[slice]:
@@ -112,17 +111,17 @@ def halves(
     pieces: tuple[AttentionPiece, ...], window: int | None
 ) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:
     """Split the pieces into two parts of about the same work; a large piece is cut between two queries."""
-    work = [_pairs_of_rows(piece, window) for piece in pieces]
+    work = [_pairs_of_rows(piece, window) for piece in pieces]  # the keys that each query sees
     total, before = sum(int(pairs.sum()) for pairs in work), 0
     for index, (piece, pairs) in enumerate(zip(pieces, work, strict=True)):
-        mine = int(pairs.sum())
-        if before + mine >= total / 2:
-            if mine <= total / 8 or len(pairs) == 1:  # small: not worth another call
+        of_piece = int(pairs.sum())
+        if before + of_piece >= total / 2:
+            if of_piece <= total / 8 or len(pairs) == 1:  # small: not worth another call
                 return pieces[: index + 1], pieces[index + 1 :]
             row = 1 + int(np.searchsorted(np.cumsum(pairs), total / 2 - before))
             upper, lower = cut(piece, min(row, len(pairs) - 1))
             return (*pieces[:index], *upper), (*lower, *pieces[index + 1 :])
-        before += mine
+        before += of_piece
     return pieces, ()
 
 
@@ -139,16 +138,15 @@ def _pairs_of_rows(piece: AttentionPiece, window: int | None) -> np.ndarray:
 
 def cut(piece: AttentionPiece, row: int) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:
     """Cut a piece before its query ``row``, counted from its first."""
-    sequence, at, k = piece.sequence, piece.q_start + row, piece.k_start
-    if piece.kind != "diagonal":
-        stop = (
-            min(piece.k_stop, k + row + piece.offset) if piece.kind == "band" else piece.k_stop
-        )  # keys that a query before sees
-        upper: AttentionPiece = AttentionPiece(sequence, piece.q_start, at, k, stop, piece.kind, piece.offset)
-        return (upper,), (AttentionPiece(sequence, at, piece.q_stop, k, piece.k_stop, piece.kind, piece.offset + row),)
-    upper = AttentionPiece(sequence, piece.q_start, at, k, k + row, "diagonal")
-    below = AttentionPiece(sequence, at, piece.q_stop, k, k + row, "full")
-    return (upper,), (below, AttentionPiece(sequence, at, piece.q_stop, k + row, piece.k_stop, "diagonal"))
+    middle, key = piece.q_start + row, piece.k_start
+    if piece.kind == "diagonal":
+        below = piece._replace(q_start=middle, k_stop=key + row, kind="full")
+        lower = piece._replace(q_start=middle, k_start=key + row)
+        return (piece._replace(q_stop=middle, k_stop=key + row),), (below, lower)
+    # keys that a query before sees
+    stop = min(piece.k_stop, key + row + piece.offset) if piece.kind == "band" else piece.k_stop
+    lower = piece._replace(q_start=middle, offset=piece.offset + row)
+    return (piece._replace(q_stop=middle, k_stop=stop),), (lower,)
 
 
 # tiles
@@ -170,34 +168,22 @@ Tiles = tuple[Tile, ...]
 
 
 def tiles_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Tiles:
-    """Return the tiles of the pieces: a band is many, anything else is one."""
-    found: list[Tile] = []
+    """Return the tiles of the pieces: of a band a few queries at a time with the keys that they reach, else one."""
+    tiles: list[Tile] = []
     for piece in pieces:
-        if piece.kind == "band":
-            assert window is not None, f"{piece} is a band, and the stage has no window"
-            found += _tiles_of_band(piece, window)
-        else:
-            queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-            found.append(Tile(piece.sequence, piece.q_start, queries, piece.k_start, keys, piece.kind, 0))
-    return tuple(found)
-
-
-def _tiles_of_band(piece: AttentionPiece, window: int) -> Iterator[Tile]:
-    size, queries, keys = window_tile(window), piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-    for start in range(0, queries, size):
-        n, at = min(size, queries - start), start + piece.offset
-        first, stop = max(0, at - window + 1), min(keys, at + n)
-        whole = at + n - window <= first and at >= stop - 1
-        offset = 0 if whole else at - first
-        yield Tile(
-            piece.sequence,
-            piece.q_start + start,
-            n,
-            piece.k_start + first,
-            stop - first,
-            "full" if whole else "band",
-            offset,
-        )
+        queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+        if piece.kind != "band":
+            tiles.append(Tile(piece.sequence, piece.q_start, queries, piece.k_start, keys, piece.kind, 0))
+            continue
+        assert window is not None, f"{piece} is a band, and the stage has no window"
+        size = window_tile(window)
+        for start in range(0, queries, size):
+            n, position = min(size, queries - start), start + piece.offset
+            first, stop = max(0, position - window + 1), min(keys, position + n)
+            is_full = position + n - window <= first and position >= stop - 1
+            tile = Tile(piece.sequence, piece.q_start + start, n, piece.k_start + first, stop - first, "full", 0)
+            tiles.append(tile if is_full else tile._replace(kind="band", offset=position - first))
+    return tuple(tiles)
 
 
 def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
@@ -205,22 +191,21 @@ def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
 
     Without ``bands`` those of bands stay alone: they share keys, so that copies side by side are larger than the keys.
     """
-    found: list[list[Tile]] = []
+    batches: list[list[Tile]] = []
     for tile in sorted(tiles, key=lambda t: (t.kind, -t.queries, -t.keys, t.offset, t.sequence, t.start)):
-        longest, last = (found[-1][0], found[-1][-1]) if found else (None, None)
+        longest, last = (batches[-1][0], batches[-1][-1]) if batches else (None, None)
         together = False
         if longest is not None and last is not None and longest.kind == tile.kind:
             together = (longest.queries, longest.keys, longest.offset) == (tile.queries, tile.keys, tile.offset)
             if tile.kind == "diagonal":
-                is_square = longest.queries == longest.keys and tile.queries == tile.keys
-                together = together or (
-                    is_square and (longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries)
-                )
+                are_square = longest.queries == longest.keys and tile.queries == tile.keys
+                are_alike = longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries
+                together = together or (are_square and are_alike)
             elif last.sequence == tile.sequence and tile.start < last.start + last.queries:
                 together = False  # the results of a call are for rows of their own
             together = together and (bands or tile.kind != "band")
         if together:
-            found[-1].append(tile)
+            batches[-1].append(tile)
         else:
-            found.append([tile])
-    return tuple(map(tuple, found))
+            batches.append([tile])
+    return tuple(map(tuple, batches))

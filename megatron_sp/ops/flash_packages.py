@@ -1,4 +1,4 @@
-"""FlashAttention's packages behind one call: version 2 (``flash_attn``), 3 (``flash_attn_interface``), 4 (``flash_attn.cute``).
+"""FlashAttention's packages behind one call.
 
     kernel    package         compute capability    dropout    no window       result
     flash2    flash-attn      8.0 and later         yes        (-1, -1)        out
@@ -42,8 +42,8 @@ class FlashPackage:
     """One of the packages."""
 
     title: str
-    package: str
-    majors: tuple[int, ...]
+    package: str  # name in ``availability``
+    majors: tuple[int, ...]  # first numbers of the compute capabilities that it has kernels for
     has_dropout: bool
 
 
@@ -58,7 +58,7 @@ MOST_HEAD_DIM = 256
 class Lengths(NamedTuple):
     """Packed sequences: query i of sequence j is row ``ends_q[j] + i``, and its keys begin at row ``ends_k[j]``."""
 
-    ends_q: Tensor
+    ends_q: Tensor  # cumulative lengths, int32 [n + 1], from 0
     ends_k: Tensor
     longest_q: int
     longest_k: int
@@ -67,9 +67,10 @@ class Lengths(NamedTuple):
 class Pairs(NamedTuple):
     """Mask of a call: which query attends to which key."""
 
-    causal: bool
-    window: int | None = None
-    lengths: Lengths | None = None
+    causal: bool  # up to its own position, aligned at the last query and the last key
+    window: int | None = None  # keys that a query attends to, itself included
+    lengths: Lengths | None = None  # None: there is one sequence in each row of the batch
+    # instead of ``window``: keys before and behind a query's own, aligned as ``causal`` is; -1: all
     sides: tuple[int, int] = (-1, -1)
 
     def reach(self) -> tuple[int, int] | None:
@@ -81,12 +82,12 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class _UnderIt:
-    module: str
-    forward: tuple[str, str]
+    module: str  # functions under a package's public ones
+    forward: tuple[str, str]  # also of those for packed sequences
     backward: tuple[str, str]
-    lse: str
-    no_window: int | None
-    allocates: bool
+    lse: str  # the argument of backward
+    no_window: int | None  # what stands for no window
+    allocates: bool  # backward makes the gradients; else it writes into given ones
 
 
 _UNDER: dict[FlashName, _UnderIt] = {
@@ -94,22 +95,24 @@ _UNDER: dict[FlashName, _UnderIt] = {
         "flash_attn.flash_attn_interface", ("_flash_attn_forward", "_flash_attn_varlen_forward"),
         ("_flash_attn_backward", "_flash_attn_varlen_backward"), "softmax_lse", -1, False,
     ),
-    "flash3": _UnderIt("flash_attn_interface", ("_flash_attn_forward",) * 2, ("_flash_attn_backward",) * 2, "softmax_lse", -1, False),
-    "flash4": _UnderIt("flash_attn.cute.interface", ("_flash_attn_fwd",) * 2, ("_flash_attn_bwd",) * 2, "lse", None, True),
+    "flash3": _UnderIt(
+        "flash_attn_interface", ("_flash_attn_forward",) * 2, ("_flash_attn_backward",) * 2, "softmax_lse", -1, False,
+    ),
+    "flash4": _UnderIt(
+        "flash_attn.cute.interface", ("_flash_attn_fwd",) * 2, ("_flash_attn_bwd",) * 2, "lse", None, True,
+    ),
 }  # fmt: skip
 _OTHER_NAMES = {"is_causal": "causal"}
-_NOT_WANTED = (
-    "alibi_slopes", "block_table", "cu_seqlens_k", "cu_seqlens_k_new", "cu_seqlens_q", "k_descale", "k_new", "kv_batch_idx",
-    "leftpad_k", "max_seqlen_k", "max_seqlen_q", "out", "out_", "page_table", "q_descale", "qv", "rng_state", "rotary_cos", "rotary_sin",
-    "seqlens_rotary", "sequed_k", "sequed_q", "seqused_k", "seqused_q", "v_descale", "v_new",
+# what is passed for arguments of no use here, where they have no default
+_NEUTRAL: dict[str, Any] = dict.fromkeys(
+    (
+        "alibi_slopes", "block_table", "cu_seqlens_k", "cu_seqlens_k_new", "cu_seqlens_q", "k_descale", "k_new",
+        "kv_batch_idx", "leftpad_k", "max_seqlen_k", "max_seqlen_q", "out", "out_", "page_table", "q_descale", "qv",
+        "rng_state", "rotary_cos", "rotary_sin", "seqlens_rotary", "sequed_k", "sequed_q", "seqused_k", "seqused_q",
+        "v_descale", "v_new",
+    )
 )  # fmt: skip
-_NEUTRAL: dict[str, Any] = dict.fromkeys(_NOT_WANTED) | {
-    "dropout_p": 0.0,
-    "softcap": 0.0,
-    "return_softmax": False,
-    "num_splits": 1,
-}
-"""What is passed for arguments of no use here, where they have no default."""
+_NEUTRAL |= {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False, "num_splits": 1}
 
 
 def dense(
@@ -121,17 +124,9 @@ def dense(
 
 
 def packed(
-    name: FlashName,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor,
-    longest: int,
-    *,
-    causal: bool,
-    window: int | None,
+    name: FlashName, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, *, causal: bool, window: int | None,
     dropout: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute attention [tokens, heads, d] of documents one after another; ``ends`` are int32 [n + 1], from 0."""
     function = availability.load(PACKAGES[name].package).flash_attn_varlen_func
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -184,15 +179,8 @@ def backward_from_lse(
     ``allocate`` makes tensors for them, of which only the last stride must be 1; version 4 makes its own.
     """
     under, function = _UNDER[name], _function(name, True, pairs)
-    arguments = {
-        "dout": grad,
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": out,
-        under.lse: lse.contiguous(),
-        **_arguments(name, q, pairs, scale),
-    }
+    arguments: dict[str, Any] = {"dout": grad, "q": q, "k": k, "v": v, "out": out, under.lse: lse.contiguous()}
+    arguments |= _arguments(name, q, pairs, scale)
     arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if under.allocates:
         return cast("tuple[Tensor, Tensor, Tensor]", tuple(_call(function, arguments)[:3]))
@@ -211,9 +199,8 @@ def lse_lack(name: FlashName) -> str:
     needed = ("q", "k", "v", "softmax_scale", "causal")
     of_backward = (*needed, "dout", "out", under.lse, "deterministic", *(() if under.allocates else ("dq", "dk", "dv")))
     try:
-        found = [(getattr(_module(name), n), needed) for n in under.forward] + [
-            (getattr(_module(name), n), of_backward) for n in under.backward
-        ]
+        found = [(getattr(_module(name), n), needed) for n in under.forward]
+        found += [(getattr(_module(name), n), of_backward) for n in under.backward]
     except (ImportError, AttributeError) as error:
         return f"{PACKAGES[name].title} lacks a function that gives or takes the log of the sums: {error}"
     for function, names in found:

@@ -187,8 +187,8 @@ class CPUFlash(_TileKernel):
         return cpu_flash(*self._arguments(block))
 
     def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensors:
-        q, k, v, *mask = self._arguments(block)
-        return cpu_flash_backward(d_out, q, k, v, out, lse, *mask)
+        q, k, v, causal, mask = self._arguments(block)
+        return cpu_flash_backward(d_out, q, k, v, out, lse, causal, mask)
 
     def _arguments(self, block: _Block) -> tuple[Tensor, Tensor, Tensor, bool, Tensor | None]:
         tile, r = block.tile, block.q.shape[1]
