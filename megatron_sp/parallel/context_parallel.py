@@ -64,54 +64,14 @@ def context_attention(
 ) -> ContextAttention:  # fmt: skip
     """Compute the attention of this rank's queries over the keys and values of all cp ranks. Collective over cp.
 
-    ``q`` is [L, m, r, d] for this rank's L positions, with the heads of a sequence side by side in m, ``kv`` [L, m, d + d_v]
-    (``paired``) or [L, m, 2, d]. Where the numbers of queries of a sequence's keys differ, they are ``counts``, q is [L,
+    ``q`` is [L, m, r, d] for this rank's L positions, with the heads of a sequence side by side in m, ``kv`` is
+    ``paired`` or [L, m, 2, d]. Where the numbers of queries of a sequence's keys differ, they are ``counts``, q is [L,
     b * sum(counts), 1, d] and kv [L, b * len(counts), d + d_v]. ``row_keys``: int32 [L, m, r], for dropout by hash.
-    ``kept`` is the result of an earlier pass over the same inputs: forward computes and exchanges nothing. ``slices`` has
-    keys of earlier slices of the row; their backward passes run from the last to the first. ``cover`` is independent work
-    for the end of backward.
+    ``kept`` is the result of an earlier pass over the same inputs. The backward passes of a row's slices run from the
+    last to the first. ``cover`` is independent work for the end of backward.
 
-    Raises ValueError for tensors that are not the plan's, RuntimeError if the plan leaves out pairs that the mask allows.
+    Raises ValueError for tensors that are not the plan's, RuntimeError if the plan leaves out pairs.
     """
-    columns = _checked(q, kv, plan, cp, batch, counts)
-    # whether backward may follow is known here only: inside forward autograd is always off
-    pass_ = _Pass(plan, cp, kernel, columns, torch.is_grad_enabled(), slices, cover)
-    return ContextAttention._make(_regrouped(_ContextAttention.apply(pass_, kept, row_keys, q, kv)))
-
-
-def paired(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values side by side, [L, m, d + d_v]: the same memory if they are so already, else a copy."""
-    return _Paired.apply(k, v)
-
-
-class _Paired(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor) -> Tensor:
-        ctx.widths = k.shape[3], v.shape[3]
-        shape, stride = (*k.shape[:2], sum(ctx.widths)), (*k.stride()[:2], 1)
-        beside = v.storage_offset() == k.storage_offset() + k.shape[3] and k.stride()[:2] == v.stride()[:2]
-        beside = beside and k.stride(3) == v.stride(3) == 1
-        if not beside or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
-            return torch.cat((k, v), 3).view(shape)
-        # neither a leaf nor a view for autograd
-        return torch.empty(0, dtype=k.dtype, device=k.device).set_(
-            k.untyped_storage(), k.storage_offset(), shape, stride
-        )  # type: ignore[call-overload]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        of_k, of_v = grad[:, :, None].split_with_sizes(ctx.widths, 3)
-        return of_k, of_v
-
-
-def _regrouped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    out, lse, *received = tensors
-    return out, lse, tuple(received)
-
-
-def _checked(
-    q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, batch: int, counts: tuple[int, ...] | None
-) -> Columns:
     if plan.cp_size != cp.size:
         raise ValueError(
             f"the plan is for {plan.cp_size} ranks, and the cp group has {cp.size}: plan for the group's size"
@@ -134,11 +94,41 @@ def _checked(
     plan.require_all_pairs(cp.rank)
     if not plan.alike and plan.mask.sequences != batch:
         raise ValueError(f"the mask describes {plan.mask.sequences} sequences, and there are {batch}")
-    return Columns(batch, plan.alike, counts)
+    tables = _tables_of(plan, cp.rank, Columns(batch, plan.alike, counts))
+    # whether backward may follow is known here only: inside forward autograd is always off
+    pass_ = _Pass(cp, kernel, tables, torch.is_grad_enabled(), slices, cover)
+    out, lse, *received = _ContextAttention.apply(pass_, kept, row_keys, q, kv)
+    return ContextAttention(out, lse, tuple(received))
+
+
+def paired(k: Tensor, v: Tensor) -> Tensor:
+    """Return keys and values side by side, [L, m, d + d_v]: the same memory if they are so already, else a copy."""
+    return _Paired.apply(k, v)
+
+
+class _Paired(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor) -> Tensor:
+        ctx.widths = k.shape[3], v.shape[3]
+        shape, stride = (*k.shape[:2], sum(ctx.widths)), (*k.stride()[:2], 1)
+        beside = v.storage_offset() == k.storage_offset() + k.shape[3] and k.stride()[:2] == v.stride()[:2]
+        beside = beside and k.stride(3) == v.stride(3) == 1
+        if not beside or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+            return torch.cat((k, v), 3).view(shape)
+        alias = torch.empty(0, dtype=k.dtype, device=k.device)  # neither a leaf nor a view for autograd
+        return alias.set_(k.untyped_storage(), k.storage_offset(), shape, stride)  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        of_k, of_v = grad[:, :, None].split_with_sizes(ctx.widths, 3)
+        return of_k, of_v
 
 
 @dataclass(frozen=True)
 class _Message:
+    # the rows that rank j sends to rank i, and on the way back their gradients. A row is the key and the value of each
+    # head, so that one exchange carries both. Where all sequences need the same rows these lie as in [L, m, d + d_v],
+    # and one run of them is no copy; else the rows of one sequence follow those of another, [rows, m / b, d + d_v]
     runs: tuple[tuple[Run, ...], ...]  # for each sequence (one entry if all are alike) runs of rows of L_j
     columns: Columns
 
@@ -180,25 +170,25 @@ class _Message:
 
     def _parts(self, flat: Tensor, kv: Tensor) -> list[tuple[Tensor, Tensor]]:
         # (part of the message, rows of kv [L, m, d + d_v]), run by run
-        found, at = [], 0
+        parts, start_of_run = [], 0
         by_sequence = [kv] if self.same else kv.unflatten(1, (self.columns.sequences, -1)).unbind(1)
-        for rows, runs in zip(by_sequence, self.runs, strict=False):
+        for of_sequence, runs in zip(by_sequence, self.runs, strict=False):
             for start, stop in runs:
-                mine = rows[start:stop]
-                found.append((flat[at : at + mine.numel()].view(mine.shape), mine))
-                at += mine.numel()
-        return found
+                rows = of_sequence[start:stop]
+                parts.append((flat[start_of_run : start_of_run + rows.numel()].view(rows.shape), rows))
+                start_of_run += rows.numel()
+        return parts
 
 
 class _Half(NamedTuple):
-    stage: Stage
+    stage: Stage  # some of a stage's pieces, or all of them for one half of the heads
     heads: int | None = None
 
 
 class _Tables:
+    # stages, messages and shifts of a rank, for all layers and passes; derived from the plan when first asked for
     def __init__(self, plan: ContextPlan, rank: int, columns: Columns) -> None:
-        self.plan, self.rank, self.columns = plan, rank, columns
-        size = plan.cp_size
+        self.plan, self.rank, self.columns, size = plan, rank, columns, plan.cp_size
         # those in which any rank sends anything to any other; the same on all ranks
         self.shifts = [
             t for t in range(1, size) if any(plan.num_rows((j + t) % size, j, columns.batch) for j in range(size))
@@ -214,14 +204,15 @@ class _Tables:
 
     def stage(self, j: int) -> Stage:
         if j not in self._stages:
-            own = (self.plan.keys[j],) * self.columns.sequences
-            runs = own if j == self.rank else self.plan.rows(self.rank, j)
-            self._stages[j] = Stage(
-                self.plan.pieces(self.rank, j), self.plan.mask.window, runs, self.plan.mask.documents
-            )
+            plan, own = self.plan, (self.plan.keys[j],) * self.columns.sequences
+            runs = own if j == self.rank else plan.rows(self.rank, j)
+            self._stages[j] = Stage(plan.pieces(self.rank, j), plan.mask.window, runs, plan.mask.documents)
         return self._stages[j]
 
     def halves(self, by_heads: bool) -> tuple[_Half, _Half]:
+        # two halves of the stage with own keys: the last gradients, if there are any, travel under the second. Half of
+        # the heads costs nothing; with a single key/value head it is half of all heads' work, in more pieces, since a
+        # triangle cut in two takes longer than whole
         own = self.stage(self.rank)
         if by_heads and self.shifts:
             return _Half(own, 0), _Half(own, 1)
@@ -238,10 +229,9 @@ def _tables_of(plan: ContextPlan, rank: int, columns: Columns) -> _Tables:
 
 @dataclass(frozen=True)
 class _Pass:
-    plan: ContextPlan
     cp: ContextParallel
     kernel: PieceKernel
-    columns: Columns
+    tables: _Tables
     train: bool
     slices: SliceKeys | None = None
     cover: Callable[[], None] | None = None
@@ -249,30 +239,16 @@ class _Pass:
     def peer(self, shift: int) -> int:
         return (self.cp.rank + shift) % self.cp.size
 
-    @property
-    def tables(self) -> _Tables:
-        return _tables_of(self.plan, self.cp.rank, self.columns)
-
-    def send_kv(self, kv: Tensor, shift: int) -> Handle:
-        # start a shift: this rank's rows to the rank ``shift`` ahead, the rows of the one ``shift`` behind to here
-        to, source = self.peer(shift), self.peer(-shift)
-        outgoing, incoming = self.tables.message(to, self.cp.rank), self.tables.message(self.cp.rank, source)
-        send = outgoing.pack(kv)
-        return self.cp.exchange_async("kv", send, self._only(to, send.numel()), self._only(source, incoming.numel(kv)))
-
-    def send_back(self, d_rows: Tensor, kv: Tensor, shift: int) -> Handle:
-        # start the way back of a shift: gradients of the rows of the rank ``shift`` behind, this rank's come here
-        to, source = self.peer(-shift), self.peer(shift)
-        mine = self.tables.message(source, self.cp.rank)
-        return self.cp.exchange_async(
-            "d kv", d_rows, self._only(to, d_rows.numel()), self._only(source, mine.numel(kv))
-        )
-
-    def _only(self, rank: int, count: int) -> list[int]:
-        return [count if r == rank else 0 for r in range(self.cp.size)]
+    def exchange(self, name: str, send: Tensor, to: int, source: int, count: int) -> Handle:
+        # ``send`` to one rank, and ``count`` elements from another
+        counts = [
+            [n if r == rank else 0 for r in range(self.cp.size)] for rank, n in ((to, send.numel()), (source, count))
+        ]
+        return self.cp.exchange_async(name, send, *counts)
 
 
 class _Arrivals:
+    # keys and values of other ranks, shift by shift, some shifts ahead of their use
     def __init__(self, pass_: _Pass, kv: Tensor, kept: tuple[Tensor, ...] = ()) -> None:
         self.pass_, self.kv, self.kept = pass_, kv, kept
         self.shifts = pass_.tables.shifts
@@ -280,8 +256,12 @@ class _Arrivals:
         self._start(max(1, pass_.cp.stages_ahead))
 
     def _start(self, count: int) -> None:
+        # of a shift: this rank's rows go to the rank ``shift`` ahead, the rows of the one ``shift`` behind come here
+        rank, message = self.pass_.cp.rank, self.pass_.tables.message
         for shift in self.shifts[self.num_started : 0 if self.kept else count]:
-            self.under_way.append(self.pass_.send_kv(self.kv, shift))
+            to, source = self.pass_.peer(shift), self.pass_.peer(-shift)
+            send, arriving = message(to, rank).pack(self.kv), message(rank, source).numel(self.kv)
+            self.under_way.append(self.pass_.exchange("kv", send, to, source, arriving))
             self.num_started += 1
 
     def wait(self, index: int) -> Tensor:
@@ -320,27 +300,19 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> ContextAttention:
-    rank, columns, tables = pass_.cp.rank, pass_.columns, pass_.tables
+    rank, kernel, tables, columns = pass_.cp.rank, pass_.kernel, pass_.tables, pass_.tables.columns
     if pass_.slices is not None:
         kv = pass_.slices.add(kv)
     arrivals, received = _Arrivals(pass_, kv), list[Tensor]()
     so_far = Partial(q, columns, kv.shape[2:].numel() - q.shape[3])
-    attend(pass_.kernel, tables.stage(rank), q, Rows.interleaved(kv, columns.sequences), so_far, columns, row_keys)
+    attend(kernel, tables.stage(rank), q, Rows.interleaved(kv, columns.sequences), so_far, columns, row_keys)
     for index, shift in enumerate(arrivals.shifts):
-        source = pass_.peer(-shift)
-        arrived = arrivals.wait(index)
-        attend(
-            pass_.kernel,
-            tables.stage(source),
-            q,
-            tables.message(rank, source).rows(arrived, kv),
-            so_far,
-            columns,
-            row_keys,
-        )
+        source, arrived = pass_.peer(-shift), arrivals.wait(index)
+        rows = tables.message(rank, source).rows(arrived, kv)
+        attend(kernel, tables.stage(source), q, rows, so_far, columns, row_keys)
         if pass_.cp.keep_kv:
             received.append(arrived)
-        del arrived  # before the next but one is given memory
+        del arrived, rows  # before the next but one is given memory
     return ContextAttention(so_far.out.to(q.dtype), so_far.lse, tuple(received))
 
 
@@ -349,35 +321,31 @@ def _backward(
     received: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # the gradients of q and kv; ``of_queries``: q, out, lse and the gradient of out
-    rank, columns, kernel, tables, slices = pass_.cp.rank, pass_.columns, pass_.kernel, pass_.tables, pass_.slices
-    kv = own_kv if slices is None else slices.so_far()
+    rank, kernel, tables, slices = pass_.cp.rank, pass_.kernel, pass_.tables, pass_.slices
+    columns, kv = tables.columns, own_kv if slices is None else slices.so_far()
     assert kv is not None
     wide = wide_dtype(kv.dtype)
     arrivals = _Arrivals(pass_, kv, received)
     d_q = empty(of_queries[0].shape, dtype=wide, device=kv.device).zero_()
     d_kv = empty(kv.shape, dtype=wide, device=kv.device).zero_() if slices is None else slices.gradient(wide)
     own, of_own = Rows.interleaved(kv, columns.sequences), Rows.interleaved(d_kv, columns.sequences)
-
-    def add_own(half: _Half) -> None:
-        attend_backward(kernel, half.stage, of_queries, own, d_q, of_own, columns, row_keys, half.heads)
-
     first, second = tables.halves(can_halve(columns, own))
-    add_own(first)
-
-    def of_stage(source: int, arrived: Tensor) -> Tensor:
+    attend_backward(kernel, first.stage, of_queries, own, d_q, of_own, columns, row_keys, first.heads)
+    returning: tuple[int, Handle] | None = None
+    for index, shift in enumerate(arrivals.shifts):
+        source, arrived = pass_.peer(-shift), arrivals.wait(index)
         message, stage = tables.message(rank, source), tables.stage(source)
         d_rows = empty(arrived.shape, dtype=kv.dtype if each_key_once(stage) else wide, device=kv.device).zero_()
         rows, into = message.rows(arrived, kv), message.rows(d_rows, kv)
         attend_backward(kernel, stage, of_queries, rows, d_q, into, columns, row_keys)
-        return d_rows.to(kv.dtype)
-
-    returning: tuple[int, Handle] | None = None
-    for index, shift in enumerate(arrivals.shifts):
-        d_rows = of_stage(pass_.peer(-shift), arrivals.wait(index))
-        going_back = shift, pass_.send_back(d_rows, kv, shift)
+        del arrived, rows, into  # before the gradients are cast
+        d_rows, peer = d_rows.to(kv.dtype), pass_.peer(shift)
+        # the gradients go back to whose rows these are; those of this rank's rows come from where the rows went
+        handle = pass_.exchange("d kv", d_rows, source, peer, tables.message(peer, rank).numel(kv))
+        del d_rows
         _add_arrived(pass_, d_kv, returning)
-        returning = going_back
-    add_own(second)
+        returning = shift, handle
+    attend_backward(kernel, second.stage, of_queries, own, d_q, of_own, columns, row_keys, second.heads)
     if pass_.cover is not None:
         pass_.cover()
     _add_arrived(pass_, d_kv, returning)

@@ -1,19 +1,16 @@
-"""Plan of context parallelism, in plain numbers: who has which positions, which keys travel to whom, which calls to make.
+"""Plan of context parallelism, in plain numbers: who has which positions, which keys travel, which calls to make.
 
 A row of s positions is cut into equal chunks and these are dealt to the cp ranks (``cut_row``); rank i has the L_i
 positions of its chunks, in order. From the mask follows for every pair of ranks which rows of j's keys and values rank
-i's queries see (``ContextPlan.rows``), which is what j sends to i, and the rectangles, triangles and bands of pairs that
-i computes with them (``ContextPlan.pieces``). Every rank derives the same plan from the same mask. Nothing has to
-divide anything, and a rank's share may be empty.
+i's queries see (``ContextPlan.rows``), which is what j sends to i, and the rectangles, triangles and bands of pairs
+that i computes with them (``ContextPlan.pieces``). Every rank derives the same plan.
 
 A mask is a list of spans, queries that all see keys of one range only: documents, or the real keys of a padded
-sequence. Under a causal mask the queries of one span within one run of rank i see in their own run a triangle
-("diagonal"), and all of their span's keys that j has before that run ("full"): j's chunks lie one after another in the
-message, so that one rectangle takes several of them. Where a window ends inside such a rectangle it is a "band", one
-for each run of keys.
+sequence. Under a causal mask the queries of one span within one run of rank i see in their own run a triangle, and all
+of their span's keys that j has before that run: j's chunks lie one after another in the message, so that one rectangle
+takes several of them. Where a window ends inside such a rectangle it is a band, one for each run of keys.
 
-A causal row in two chunks a rank is the zigzag of Llama 3 (arXiv:2407.21783); MagiAttention (arXiv:2505.13211) deals
-chunks by area, too, without regard to who then needs whose keys.
+A causal row in two chunks a rank is the zigzag of Llama 3 (arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -39,27 +36,12 @@ _PAIRS_PER_ROW = 1024
 
 
 class _Span(NamedTuple):
+    # queries that see keys of one range alone: that of the queries themselves, or, if causal, one before them; or such
+    # queries within one run of positions, and the range of the keys that at least one of them sees
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
-
-
-@lru_cache(maxsize=16)
-def _spans_of(mask: RowMask) -> tuple[tuple[_Span, ...], ...]:
-    s, found = mask.length, []
-    for sequence in range(mask.sequences):
-        if mask.documents is not None:
-            ends = mask.documents[sequence]
-            found.append(tuple(_Span(a, b, a, b) for a, b in zip((0, *ends), ends, strict=False)))
-            continue
-        real = s if mask.lengths is None else mask.lengths[sequence]
-        if mask.causal:  # queries at padding have all keys before them: a triangle ends where its keys do
-            spans = [_Span(0, real, 0, real), _Span(real, s, 0, real)]
-        else:
-            spans = [_Span(0, s, 0, real)]
-        found.append(tuple(spans))
-    return tuple(found)
 
 
 def _triangle(n: int, most: int) -> int:
@@ -69,22 +51,20 @@ def _triangle(n: int, most: int) -> int:
     return grown * (grown + 1) // 2 + (n - grown) * most
 
 
-class _Part(NamedTuple):
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-
-
 class _Index:
     def __init__(self, mask: RowMask) -> None:
-        self.length, self.causal, self.window, self.packed = (
-            mask.length,
-            mask.causal,
-            mask.window,
-            mask.documents is not None,
-        )
-        self.spans = _spans_of(mask)
+        self.causal, self.window, self.packed = mask.causal, mask.window, mask.documents is not None
+        self.spans: list[list[_Span]] = []
+        for sequence in range(mask.sequences):
+            real = mask.length if mask.lengths is None else mask.lengths[sequence]
+            if mask.documents is not None:
+                ends = mask.documents[sequence]
+                spans = [_Span(a, b, a, b) for a, b in zip((0, *ends), ends, strict=False)]
+            elif mask.causal:  # queries at padding have all keys before them: a triangle ends where its keys do
+                spans = [_Span(0, real, 0, real), _Span(real, mask.length, 0, real)]
+            else:
+                spans = [_Span(0, mask.length, 0, real)]
+            self.spans.append(spans)
         self.starts = [[span.q_start for span in spans] for spans in self.spans]
         self.sums = [[0, *accumulate(self._area_of_span(span, span.q_stop) for span in spans)] for spans in self.spans]
 
@@ -105,16 +85,16 @@ class _Index:
         keys = span.k_stop - span.k_start
         if not self.causal:
             return (stop - span.q_start) * keys
-        first, last = (
-            span.q_start - span.k_start,
-            stop - span.k_start,
-        )  # query x (from the span's first key) sees min(x + 1, keys)
+        # query x (from the span's first key) sees min(x + 1, keys)
+        first, last = span.q_start - span.k_start, stop - span.k_start
         area = _triangle(last, keys) - _triangle(first, keys)
         if self.window is not None:  # less the min(x + 1 - window, keys) that are too far
             area -= _triangle(last - self.window, keys) - _triangle(first - self.window, keys)
         return area
 
-    def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Part]:
+    def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Span]:
+        # the parts of a run of queries, in order; their range of keys may be empty. ``outside``: only those that see
+        # keys outside the run: its first or its last part, since spans between them are documents within the run
         spans, starts = self.spans[sequence], self.starts[sequence]
         first, last = bisect_right(starts, run[0]) - 1, bisect_right(starts, run[1] - 1) - 1
         for index in sorted({first, last}) if outside else range(first, last + 1):
@@ -126,9 +106,10 @@ class _Index:
             if self.window is not None:
                 k_start = max(k_start, q_start - self.window + 1)
             if not (outside and run[0] <= k_start and k_stop <= run[1]):
-                yield _Part(q_start, q_stop, k_start, k_stop)
+                yield _Span(q_start, q_stop, k_start, k_stop)
 
     def num_received(self, runs: Runs, held: Runs) -> int:
+        # how many rows a rank with queries ``runs`` and keys ``held`` receives from all others
         total, own = 0, _Numbering(held)
         for sequence in range(len(self.spans)):
             needed = merge_runs(
@@ -152,28 +133,27 @@ def areas_before(mask: RowMask) -> Callable[[int], int]:
 def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Run | None = None) -> tuple[Runs, ...]:
     """Deal the positions of a row, or of a slice ``part`` of it, to the cp ranks: about as many pairs for each.
 
-    Returns runs of positions of each rank, in order. The row is cut into equal chunks, ``num_chunks`` for each rank, which
-    ``load_balancing.py`` deals by area; with one each, rank i has chunk i. Without ``num_chunks`` it is the fewest with
-    which attention takes at most 2 % longer than if the mean rank's pairs were all, or the fewest at most 2 % above the
-    best; time is that of the slowest rank where the exchange is hidden. This gives 2 for a causal row, the zigzag.
-    Raises ValueError if a size is below 1.
+    Returns runs of positions of each rank, in order, from ``num_chunks`` equal chunks for each. Without it these are
+    the fewest with which attention takes at most 2 % longer than if the mean rank's pairs were all, or the fewest at
+    most 2 % above the best. Raises ValueError if a size is below 1.
     """
     if cp_size < 1 or (num_chunks is not None and num_chunks < 1):
         raise ValueError(f"cp_size ({cp_size}) and the number of chunks for each rank ({num_chunks}) must be 1 or more")
     index, part = _index_of(mask), part or (0, mask.length)
     if num_chunks is not None:
         return _dealt(index, cp_size, num_chunks, part)
+    most_chunks = 16 if mask.documents is not None else 8
+    if mask.documents is None and (not mask.causal or (mask.window is not None and 4 * mask.window <= mask.length)):
+        most_chunks = 1
     mean = index.area([part]) / cp_size
     tried: list[tuple[float, int, tuple[Runs, ...]]] = []
     for k in _CHUNKS_TRIED:
-        if k > 1 and (k > _most_chunks(mask) or cp_size * k > min(part[1] - part[0], _CHUNKS_IN_ALL)):
+        if k > 1 and (k > most_chunks or cp_size * k > min(part[1] - part[0], _CHUNKS_IN_ALL)):
             break
         runs = _dealt(index, cp_size, k, part)
         areas = [index.area(share) for share in runs]
-        most = max(
-            max(area, _PAIRS_PER_ROW * index.num_received(share, share))
-            for area, share in zip(areas, runs, strict=True)
-        )
+        times = zip(areas, (_PAIRS_PER_ROW * index.num_received(share, share) for share in runs), strict=True)
+        most = max(map(max, times))
         if most <= (1 + _MARGIN) * mean:
             return runs
         tried.append((most, max(areas), runs))
@@ -181,14 +161,6 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Ru
     fast = [(largest, runs) for most, largest, runs in tried if most <= (1 + _MARGIN) * least]
     enough = min(largest for largest, _ in fast) + _MARGIN * mean
     return next(runs for largest, runs in fast if largest <= enough)
-
-
-def _most_chunks(mask: RowMask) -> int:
-    if mask.documents is not None:
-        return 16
-    if not mask.causal or (mask.window is not None and 4 * mask.window <= mask.length):
-        return 1
-    return 8
 
 
 def _dealt(index: _Index, cp_size: int, num_chunks: int, part: Run) -> tuple[Runs, ...]:
@@ -229,8 +201,8 @@ class _Numbering:
 class ContextPlan:
     """Plan of the exchange and of the pieces; the same on all ranks, computed when asked for, and kept.
 
-    ``runs`` are runs of positions of each rank's queries, ``keys`` those of its keys: the same, or with slices of the row
-    (``sequence_slices.py``) those of all slices so far, of whose positions a key's row is the number.
+    ``runs`` are runs of positions of each rank's queries, ``keys`` those of its keys: the same, or with slices of the
+    row (``sequence_slices.py``) those of all slices so far, of whose positions a key's row is the number.
     """
 
     def __init__(self, mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None = None) -> None:
@@ -240,13 +212,13 @@ class ContextPlan:
         self._numberings = [_Numbering(share) for share in runs]
         self._numberings_of_keys = self._numberings if self.keys == runs else [_Numbering(share) for share in self.keys]
         self._index = _index_of(mask)
-        self._parts_of: dict[tuple[int, int, bool], list[_Part]] = {}
+        self._parts_of: dict[tuple[int, int, bool], list[_Span]] = {}
         self._rows: dict[tuple[int, int], tuple[Runs, ...]] = {}
         self._pieces: dict[tuple[int, int], tuple[AttentionPiece, ...]] = {}
         self._checked: set[int] = set()
 
     def rows(self, i: int, j: int) -> tuple[Runs, ...]:
-        """Return the runs of positions whose keys and values rank j sends to rank i, which sees them, for each sequence.
+        """Return for each sequence the runs of positions whose keys and values rank j sends to rank i, which sees them.
 
         With j = i: those of its own that it uses. There is one entry if all sequences are alike.
         """
@@ -261,54 +233,51 @@ class ContextPlan:
         return self._rows[i, j]
 
     def local_rows(self, i: int, j: int) -> tuple[Runs, ...]:
-        """Return ``rows`` as rows of L_j; what lies one after another there is one run, however far positions are."""
+        # ``rows`` as rows of L_j; what lies one after another there is one run, however far positions are
         held = self._numberings_of_keys[j]
         return tuple(
             merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j)
         )
 
     def num_rows(self, i: int, j: int, batch: int) -> int:
-        """Return how many rows travel from rank j to rank i for ``batch`` sequences; 0 if i is j."""
         self._check_batch(batch)
         if i == j:
             return 0
         return sum(map(_num_rows, self.rows(i, j))) * (batch if self.alike else 1)
 
     def rows_received(self, i: int, batch: int) -> tuple[int, ...]:
-        """Return for each shift t = 1 .. cp_size - 1 how many rows rank i receives, which come from rank i - t."""
+        """Return for each shift t = 1 .. cp_size - 1 how many rows rank i receives, from rank i - t."""
         return tuple(self.num_rows(i, (i - t) % self.cp_size, batch) for t in range(1, self.cp_size))
 
     def rows_sent(self, i: int, batch: int) -> tuple[int, ...]:
-        """Return for each shift t = 1 .. cp_size - 1 how many rows rank i sends, which go to rank i + t."""
+        """Return for each shift how many rows rank i sends, to rank i + t."""
         return tuple(self.num_rows((i + t) % self.cp_size, i, batch) for t in range(1, self.cp_size))
 
     def num_received(self, i: int, batch: int) -> int:
-        """Return the sum of ``rows_received``, in closed form: without a look at every other rank."""
+        """Return the sum of ``rows_received``, without a look at every other rank."""
         self._check_batch(batch)
         return self._index.num_received(self.runs[i], self.keys[i]) * (batch if self.alike else 1)
 
     @property
     def ring_share(self) -> float:
-        """Rows that travel, as a share of those of a ring, which brings every row to every rank; 0 for one rank."""
-        return self._ring_share(sum(self._all_received()) / self.cp_size)
+        """Rows that travel, as a share of those of a ring, which brings every row to every rank."""
+        return self._ring_share(lambda received: sum(received) / self.cp_size)
 
     @property
     def worst_ring_share(self) -> float:
-        """Rows of the rank that receives the most, as a share of a ring's mean; 0 for one rank."""
-        return self._ring_share(max(self._all_received()))
+        """Rows of the rank that receives the most, as a share of a ring's mean."""
+        return self._ring_share(max)
 
-    def _all_received(self) -> list[int]:
-        return [self._index.num_received(runs, held) for runs, held in zip(self.runs, self.keys, strict=True)]
-
-    def _ring_share(self, rows: float) -> float:
+    def _ring_share(self, of_ranks: Callable[[list[int]], float]) -> float:
+        received = [self._index.num_received(runs, held) for runs, held in zip(self.runs, self.keys, strict=True)]
         of_ring = self.mask.sequences * self.mask.length * (self.cp_size - 1) / self.cp_size
-        return rows / of_ring if of_ring else 0.0
+        return of_ranks(received) / of_ring if of_ring else 0.0
 
     def pieces(self, i: int, j: int) -> tuple[AttentionPiece, ...]:
         """Return the pieces of rank i's queries with rank j's keys: by sequence, then by queries, then by keys.
 
-        Every pair that the mask allows is in exactly one piece, and no other pair is; every query of a piece sees a key of it,
-        and is in at most one full piece.
+        Every pair that the mask allows is in exactly one piece, and no other pair is; every query of a piece sees a key
+        of it, and is in at most one full piece.
         """
         if (i, j) not in self._pieces:
             self._pieces[i, j] = tuple(
@@ -317,34 +286,35 @@ class ContextPlan:
         return self._pieces[i, j]
 
     def area(self, i: int) -> int:
-        """Return the number of pairs that rank i's queries see, in all sequences that the mask describes."""
+        # the pairs that rank i's queries see, in all sequences that the mask describes
         return self._index.area(self.runs[i])
 
     def require_all_pairs(self, i: int) -> None:
-        """Raise RuntimeError unless the pieces of rank i are all pairs that the mask allows its queries."""
-        if i not in self._checked:
-            found = sum(self._pairs(piece) for j in range(self.cp_size) for piece in self.pieces(i, j))
-            if found != self.area(i):
-                raise RuntimeError(
-                    f"the plan of context parallelism has {found} pairs of queries and keys for cp rank {i} of"
-                    f" {self.cp_size}, and the mask allows {self.area(i)}: an error in the plan; use --sequence-parallel-size"
-                    " instead, and report it"
-                )
-            self._checked.add(i)
-
-    def _pairs(self, piece: AttentionPiece) -> int:
-        queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-        if piece.kind == "full":
-            return queries * keys
-        if piece.kind == "diagonal":
-            return _triangle(queries, keys)
-        first, last, window = piece.offset, piece.offset + queries, self.mask.window or 0
-        seen, too_far = ((_triangle(last - less, keys) - _triangle(first - less, keys)) for less in (0, window))
-        return seen - too_far
+        # or RuntimeError: the pieces of rank i are all pairs that the mask allows its queries
+        if i in self._checked:
+            return
+        pairs, window = 0, self.mask.window or 0
+        for piece in (piece for j in range(self.cp_size) for piece in self.pieces(i, j)):
+            queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+            if piece.kind == "full":
+                pairs += queries * keys
+            elif piece.kind == "diagonal":
+                pairs += _triangle(queries, keys)
+            else:  # those up to each query, less those too far from it
+                first, last = piece.offset, piece.offset + queries
+                pairs += _triangle(last, keys) - _triangle(first, keys)
+                pairs -= _triangle(last - window, keys) - _triangle(first - window, keys)
+        if pairs != self.area(i):
+            raise RuntimeError(
+                f"the plan of context parallelism has {pairs} pairs of queries and keys for cp rank {i} of"
+                f" {self.cp_size}, and the mask allows {self.area(i)}: an error in the plan; use"
+                " --sequence-parallel-size instead, and report it"
+            )
+        self._checked.add(i)
 
     @property
     def balance(self) -> float:
-        """Largest area of a rank divided by the mean; 1 if nobody sees anything."""
+        """Largest area of a rank divided by the mean."""
         areas = [self.area(i) for i in range(self.cp_size)]
         return max(areas) * self.cp_size / sum(areas) if any(areas) else 1.0
 
@@ -352,22 +322,20 @@ class ContextPlan:
         if not self.alike and batch != self.mask.sequences:
             raise ValueError(f"the mask describes {self.mask.sequences} sequences, and {batch} are asked for")
 
-    def _parts(self, i: int, sequence: int, outside: bool) -> list[_Part]:
+    def _parts(self, i: int, sequence: int, outside: bool) -> list[_Span]:
         # the parts of rank i's queries; with ``outside``, those that see keys outside their own run
-        if (i, sequence, outside) not in self._parts_of:
-            self._parts_of[i, sequence, outside] = [
-                p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)
-            ]
-        return self._parts_of[i, sequence, outside]
+        name = i, sequence, outside
+        if name not in self._parts_of:
+            self._parts_of[name] = [p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)]
+        return self._parts_of[name]
 
     def _pieces_of_sequence(self, i: int, j: int, sequence: int) -> Iterator[AttentionPiece]:
         own, name = i == j, -1 if self.alike else sequence
         queries, held = self._numberings[i], self._numberings_of_keys[j]
         row_of_key: Callable[[int], int] = (held if own else _Numbering(self.rows(i, j)[sequence])).row
         window = self.mask.window
-        diagonal: tuple[
-            AttentionPiece, ...
-        ] = ()  # of the queries of a document so far: those with the keys of earlier slices, then the triangle
+        # of the queries of a document so far: those with the keys of earlier slices, then the triangle
+        diagonal: tuple[AttentionPiece, ...] = ()
         for part in self._parts(i, sequence, not own):
             first = queries.row(part.q_start)
             last = first + part.q_stop - part.q_start
@@ -389,17 +357,15 @@ class ContextPlan:
             diagonal = ()
             before_queries = min(part.k_stop, part.q_start) if self.mask.causal else part.k_stop
             keys = list(held.within(part.k_start, before_queries))
-            while (
-                window is not None and keys and part.q_stop - 1 - keys[0][0] >= window
-            ):  # the last query is too far from its first key
+            # the last query is too far from the first key
+            while window is not None and keys and part.q_stop - 1 - keys[0][0] >= window:
                 start, stop = keys.pop(0)
                 k = row_of_key(start)
                 rows = min(part.q_stop, stop - 1 + window) - part.q_start  # those that see its last key
                 yield AttentionPiece(name, first, first + rows, k, k + stop - start, "band", part.q_start - start)
             if keys:
-                yield AttentionPiece(
-                    name, first, last, row_of_key(keys[0][0]), row_of_key(keys[-1][1] - 1) + 1, "full", 0
-                )
+                first_key, last_key = row_of_key(keys[0][0]), row_of_key(keys[-1][1] - 1)
+                yield AttentionPiece(name, first, last, first_key, last_key + 1, "full", 0)
             if own and self.mask.causal and part.k_stop == part.q_stop:
                 at = row_of_key(part.q_start)
                 kind: Kind = "diagonal" if window is None or last - first <= window else "band"
@@ -410,10 +376,10 @@ class ContextPlan:
 def plan_context(mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None = None) -> ContextPlan:
     """Return the plan for a mask and the runs of positions of each rank, the same object for the same ones.
 
-    ``keys`` are those of a slice of the row and of all before it; None: a row is not sliced. Raises ValueError if the runs
-    do not cover the row (or slice) once, or those of a rank are not in order or touch.
+    ``keys`` are those of a slice of the row and of all before it; None: a row is not sliced. Raises ValueError if the
+    runs do not cover the row (or slice) once, or those of a rank are not in order or touch.
     """
-    return _plan(mask, runs, keys)
+    return _plan(mask, runs, keys)  # lru_cache tells a default from the same value given
 
 
 @lru_cache(maxsize=128)
@@ -425,10 +391,7 @@ def _plan(mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None) 
     begin, end = (of_queries[0][0], of_queries[-1][1]) if keys is not None and of_queries else (0, mask.length)
     for first, found in ((begin, of_queries), (0, of_keys)):
         if [first, *(stop for _, stop in found)] != [*(start for start, _ in found), end]:
-            whole = (
-                f"{mask.length} positions of the row"
-                if (first, end) == (0, mask.length)
-                else f"positions {first} to {end} of the row"
-            )
+            row = (first, end) == (0, mask.length)
+            whole = f"{mask.length} positions of the row" if row else f"positions {first} to {end} of the row"
             raise ValueError(f"runs of all ranks must cover the {whole}, each once: {found}")
     return ContextPlan(mask, runs, keys)
