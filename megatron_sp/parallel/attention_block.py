@@ -20,7 +20,7 @@ from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
 from megatron_sp.ops.norm import NormInFront, norm_gradients
 from megatron_sp.parallel.heads import Message
 from megatron_sp.parallel.linear import needed, normed_by, passed_to_autograd, projected_by, rows_of
-from megatron_sp.parallel.split_projection import project_pieces, put_grad_of_columns, row_wise_grad, take
+from megatron_sp.parallel.split_projection import RowWiseGrad, project_pieces, put_grad_of_columns, take
 from megatron_sp.parallel.ulysses import (
     OTHER,
     OUTPUT_PROJECTION,
@@ -71,16 +71,6 @@ class _Params(NamedTuple):
     b_proj: Tensor | None
 
 
-class _Grads(NamedTuple):
-    x: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    w_qkv: Tensor | None = None
-    b_qkv: Tensor | None = None
-    w_proj: Tensor | None = None
-    b_proj: Tensor | None = None
-
-
 class _Needs(NamedTuple):
     x: bool
     norm_weight: bool
@@ -107,9 +97,8 @@ class _AttentionBlock(torch.autograd.Function):
             going = run.forward(a, params.w_qkv, params.b_qkv)
             del a
         residual = x if plan.add_input else None
-        y, pieces = project_pieces(
-            run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1]
-        )
+        proj = params.w_proj, params.b_proj
+        y, pieces = project_pieces(run.outputs(going), proj, residual, plan.tp, batch=x.shape[1])
         columns, contents = zip(*pieces, strict=True)
         if plan.kept is not None and plan.keeps_received and not plan.kept.replays:
             plan.kept.keep("received", *contents)
@@ -126,9 +115,8 @@ class _AttentionBlock(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         options: _Options | None = ctx.options
         if options is None:
-            raise RuntimeError(
-                "the attention block's backward ran already: its tensors are gone (retain_graph is not supported)"
-            )
+            message = "the attention block's backward ran already: its tensors are gone (retain_graph is not supported)"
+            raise RuntimeError(message)
         if grad is None:  # only the residual branch was used
             return None, passed, *[None] * (options.num_passed + len(options.core.parameters))
         backward = _Backward(ctx, options)
@@ -144,19 +132,17 @@ class _Backward:
         self.core_params: Sequence[Tensor] = core.parameters
         need_x, *flags = ctx.needs_input_grad[1 : 2 + num_passed]
         self.needs = needs = _Needs(need_x, *needed(flags, self.params))
-        self.needs_normed = (
-            needs.x or needs.norm_weight or needs.norm_bias
-        )  # the gradient of the QKV projection's input
+        # the gradient of the QKV projection's input
+        self.needs_normed = needs.x or needs.norm_weight or needs.norm_bias
         self.x, *others = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # chunks let go of theirs one by one
         self.pieces = list(zip(ctx.columns, others, strict=False))
         self.run.restore(others[len(self.pieces) :])
 
-    def run_phases(self, grad: Tensor, passed: Tensor | None) -> tuple[_Grads, list[Tensor | None]]:
+    def run_phases(self, grad: Tensor, passed: Tensor | None) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
         self.plan.sp.mark(OUTPUT_PROJECTION)
         grad = grad.contiguous()
-        # the input may get two gradients from outside: they meet at the end, so that their sum does not live through
-        # all of this
+        # the input may get two gradients from outside: they meet at the end, so that no sum lives through all of this
         late: Tensor | None = None
         if self.plan.add_input:
             passed, late = (grad, None) if passed is None else (passed, grad)
@@ -167,7 +153,7 @@ class _Backward:
             if reduced is not None:
                 x, norm_weight, norm_bias = self._norm(reduced, stats, passed, late)
         self.plan.sp.mark(OTHER)
-        return _Grads(x, norm_weight, norm_bias, w_qkv, b_qkv, heads.overlapped, b_proj), heads.of_core
+        return (x, norm_weight, norm_bias, w_qkv, b_qkv, heads.overlapped, b_proj), heads.of_core
 
     def _output_projection_and_attention(self, grad: Tensor) -> tuple[Tensor | None, HeadGrads]:
         needs, params = self.needs, self.params
@@ -195,9 +181,7 @@ class _Backward:
         self, arriving: list[tuple[Message, Handle]]
     ) -> tuple[Tensor | None, Tensor | None, Handle | None, tuple[Tensor, ...]]:
         needs, w_qkv, plan = self.needs, self.params.w_qkv, self.plan
-        if (
-            self.main_grad is not None and plan.sp.size > 1
-        ):  # nothing else is left to do while the messages are on their way
+        if self.main_grad is not None and plan.sp.size > 1:  # nothing else is left to do while the messages travel
             plan.sp.mark("mlp")
             self.main_grad.cover()
         plan.sp.mark(PROJECTION)
@@ -218,16 +202,14 @@ class _Backward:
                 w_grad = put_weight_grad(self.main_grad, w_qkv, d_heads, rows_of(entered))
             return w_grad, b_grad, reduced, stats
         a2: Tensor | None = None  # [s/sp * b, h], gathered during the first message's product with the weight
-        grad_a = (
-            empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device)
-            if self.needs_normed
-            else None
-        )
-        weight_grad = row_wise_grad(self.main_grad, self.params.w_qkv, self.plan.whole_weight) if needs.w_qkv else None
+        grad_a: Tensor | None = None
+        if self.needs_normed:
+            grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device)
+        weight_grad = RowWiseGrad(self.main_grad, self.params.w_qkv, self.plan.whole_weight) if needs.w_qkv else None
         bias_grad = None
         if needs.b_qkv:
             assert self.params.b_qkv is not None
-            bias_grad = row_wise_grad(self.main_grad, self.params.b_qkv, self.plan.whole_weight)
+            bias_grad = RowWiseGrad(self.main_grad, self.params.b_qkv, self.plan.whole_weight)
         first = True
         for index, (message, handle) in enumerate(arriving):
             pieces = self.run.by_rows(handle.wait(), message)  # of rows of the weight, [s/sp * b, rows]

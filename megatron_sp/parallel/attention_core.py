@@ -18,19 +18,17 @@ from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.custom_backward import gradients_of
 from megatron_sp.parallel.heads import Share
 
-Heads = tuple[Tensor, Tensor | None, Tensor | None]
-"""q, k and v of a chunk."""
-KernelCall = tuple[LseKernel, Tensor, Tensor, Tensor]
-"""A kernel and its q, k and v."""
+Heads = tuple[Tensor, Tensor | None, Tensor | None]  # q, k and v of a chunk
+KernelCall = tuple[LseKernel, Tensor, Tensor, Tensor]  # a kernel and its q, k and v
+# keys and values that other chunks of their group use, too, by the number of the group's key/value head
 Shared = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values that other chunks of their group use, too, by the number of the group's key/value head."""
 
 
 class Core:
     """Attention on the heads of one chunk; autograd differentiates it, unless ``call`` names a kernel."""
 
+    # those that ``prepare`` uses and no main_grad holds; their gradients go through autograd
     parameters: Sequence[Tensor] = ()
-    """Parameters that ``prepare`` uses and no main_grad holds; their gradients go through autograd."""
 
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> Heads:
         """Return q [s, m, r, d], k [s, m, 1, d] and v [s, m, 1, d_v] from the received parts, [s, b, width] each.
@@ -48,7 +46,7 @@ class Core:
     ) -> KernelCall | None:
         """Return the kernel that computes the attention, and its operands, made without a graph; None: autograd must.
 
-        ``shared`` are keys and values that an earlier chunk has brought. May modify the buffers, unless it returns None.
+        ``shared`` are keys and values that an earlier chunk has brought. Buffers are modified only for a kernel.
         """
         return None
 
@@ -59,8 +57,6 @@ class Core:
 
 @dataclass
 class Graph:
-    """A chunk's attention as an autograd graph."""
-
     recv_buffers: dict[str, Tensor]  # leaves
     heads: Heads  # made from them
     leaves: tuple[Tensor, Tensor, Tensor]  # the same detached, the attention's inputs
@@ -69,8 +65,6 @@ class Graph:
 
 @dataclass
 class Call:
-    """A chunk's attention as a call of a kernel, without a graph."""
-
     shapes: dict[str, torch.Size]  # of the received parts
     kernel: LseKernel
     tensors: tuple[Tensor, ...]  # q, k, v, output, lse
@@ -80,22 +74,18 @@ class Call:
         return self.tensors[3]
 
     def release(self) -> tuple[Tensor, ...]:
-        """Hand out the tensors, to be saved by autograd until ``restore``."""
         released, self.tensors, self._count = self.tensors, (), len(self.tensors)
         return released
 
     def restore(self, saved: Iterator[Tensor]) -> None:
-        """Take back what ``release`` has handed out."""
         self.tensors = tuple(islice(saved, self._count))
 
 
 def attend(
     core: Core, buffers: dict[str, Tensor], share: Share, shared: Shared, results: KeptTensors | None, *, train: bool
 ) -> Graph | Call:  # fmt: skip
-    """Compute the attention of a share from what has been received; add its keys and values to ``shared``.
-
-    ``results`` keeps the results for a backward that makes the heads again, or has them; ``train``: backward follows.
-    """
+    # the attention of a share from what has been received; its keys and values are added to ``shared``. ``results``
+    # keeps the results for a backward that makes the heads again, or has them; ``train``: backward follows
     group = share.uses.start
     call = core.call(buffers, share, shared.get(group)) if train else None
     if call is not None:
@@ -121,11 +111,9 @@ def attend_backward(
     core: Core, state: Graph | Call, sources: dict[int, Graph], d_out: Tensor, share: Share,
     d_shared: dict[int, list[Tensor]],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:  # fmt: skip
-    """Return the gradients of a chunk's received parts, and those of the core's parameters.
-
-    ``sources``: of heads that are remade, the states with the groups' keys and values. ``d_shared``: gradients of keys and
-    values from a group's later chunks, whose backward ran first.
-    """
+    # the gradients of a chunk's received parts, and those of the core's parameters. ``sources``: of heads that are
+    # remade, the states with the groups' keys and values. ``d_shared``: gradients of keys and values from a group's
+    # later chunks, whose backward ran first
     group, none = share.uses.start, [None] * len(core.parameters)
     if isinstance(state, Call):
         d_q, *d_kv = state.kernel.backward(d_out, *state.tensors)

@@ -1,9 +1,7 @@
-"""Distribution of heads over sp ranks: the plan of a Ulysses exchange, in plain numbers.
+"""Distribution of heads over sp ranks: the plan of a Ulysses exchange, in plain numbers (arXiv:2309.14509).
 
-r query heads use one key and one value head. The query heads of a tp rank are distributed over P sp ranks in contiguous
-runs, ceil(n/P) on the first ranks; a rank gets the key/value heads that its queries use, so these are sent unexpanded,
-and to several ranks if they share one (arXiv:2309.14509). A plan is a list of chunks, which pass through projection,
-exchange, attention and the exchange back one after another, and the messages that carry each chunk's q, k and v:
+The query heads of a tp rank are distributed over P sp ranks in contiguous runs, ceil(n/P) on the first ranks; a rank
+gets the key/value heads that its queries use, so these are sent unexpanded, and to several ranks if they share one.
 
     none        one chunk, one message
     split-qkv   one chunk, three messages: q, k, v (with context parallelism two in every mode: q, k and v)
@@ -30,7 +28,6 @@ class Section(NamedTuple):
     first_rows: tuple[int, ...]  # of each head
 
     def rows(self, heads: range) -> list[Run]:
-        """Return the rows of some heads."""
         return [(self.first_rows[head], self.first_rows[head] + self.width) for head in heads]
 
 
@@ -66,14 +63,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Message:
-    """One exchange of projected heads."""
+    # one exchange of projected heads
 
     part: Part  # what it carries; "qkv" is all of the chunk, "kv" its keys and values, one pair after another
-    heads: tuple[
-        tuple[Run, ...], ...
-    ]  # for each destination the rows of each of its heads, in the order in which they are sent
+    # for each destination the rows of each of its heads, in the order in which they are sent
+    heads: tuple[tuple[Run, ...], ...]
 
-    # every layer of every step asks for these
+    # rows of the weight, for each destination and for all, one after another; every layer of every step asks for these
 
     @cached_property
     def of_rank(self) -> list[list[slice]]:
@@ -98,7 +94,7 @@ class Message:
 
 
 class ChunkMessages(NamedTuple):
-    """Messages of a chunk in one of two cases: those that bring its heads, and those that take their gradients back."""
+    # that bring a chunk's heads, and that take their gradients back
 
     heads: tuple[Message, ...]
     gradients: tuple[Message, ...]
@@ -106,13 +102,9 @@ class ChunkMessages(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """One chunk of the pipeline.
-
-    A group split over several chunks has its key and value sent once, with the chunk that comes first: in forward its first
-    one, and where backward makes heads again, from the last chunk to the first, its last one. Their gradients are complete
-    after the group's first chunk, with which they go back.
-    """
-
+    # A group split over several chunks has its key and value sent once, with the chunk that comes first: in forward
+    # its first one, and where backward makes heads again, from the last chunk to the first, its last one. Their
+    # gradients are complete after the group's first chunk, with which they go back
     shares: tuple[Share, ...]  # the shares of all ranks
     fresh: ChunkMessages  # heads are kept from the forward pass to the backward pass
     remade: ChunkMessages  # backward projects and sends them again
@@ -130,8 +122,8 @@ def plan_heads(
 ) -> list[HeadChunk]:
     """Return the plan for one tp rank's heads. Raises ValueError if there are fewer query heads than ranks.
 
-    ``num_chunks`` is for "chunked", limited to a rank's query heads; with ``pairs`` keys and values have a message of their
-    own, pair by pair, as context parallelism sends them on.
+    ``num_chunks`` is for "chunked", limited to a rank's query heads; with ``pairs`` keys and values have a message of
+    their own, pair by pair, as context parallelism sends them on.
     """
     r, n = sections.queries_per_group, len(sections.q.first_rows)
     if n < sp_size:
@@ -147,18 +139,14 @@ def plan_heads(
         messages = _messages(sections, of_all, parts)
         remade = fresh = ChunkMessages(messages, messages)
         if splits_groups:  # queries apart: their gradients are complete earlier than those of the group's key and value
+            # the last chunk of a rank that uses a group's key and value, all of them or none, carries them
+            later = [{shares[rank].uses for shares in by_chunk[index + 1 :]} for rank in range(sp_size)]
             last = tuple(
-                replace(s, keys=range(0) if is_used_later(by_chunk, index, rank) else s.uses)
-                for rank, s in enumerate(of_all)
+                replace(s, keys=range(0) if s.uses in uses else s.uses) for s, uses in zip(of_all, later, strict=True)
             )
             remade = ChunkMessages(_messages(sections, last, ("q", "kv")), _messages(sections, of_all, ("q", "kv")))
         chunks.append(HeadChunk(of_all, fresh, remade))
     return chunks
-
-
-def is_used_later(by_chunk: list[tuple[Share, ...]], index: int, rank: int) -> bool:
-    """Return whether later chunks of a rank use the key/value heads of a chunk, all of them or none."""
-    return any(by_chunk[index][rank].uses == later[rank].uses for later in by_chunk[index + 1 :])
 
 
 def is_uniform(share: Share, queries_per_group: int) -> bool:

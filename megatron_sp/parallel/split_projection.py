@@ -33,10 +33,8 @@ def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: lis
     """
     tokens, ranks = a.shape[0], len(widths)
     if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
-        blocks, by_rank = (
-            out.view(ranks, tokens, widths[0]),
-            weight if weight.ndim == 3 else weight.view(ranks, widths[0], -1),
-        )
+        blocks = out.view(ranks, tokens, widths[0])
+        by_rank = weight if weight.ndim == 3 else weight.view(ranks, widths[0], -1)
         torch.bmm(a.expand(ranks, *a.shape), by_rank.transpose(1, 2), out=blocks)
         if bias is not None:
             blocks.add_(bias.view(ranks, 1, -1))
@@ -45,24 +43,20 @@ def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: lis
     for width in widths:
         columns = slice(column, column + width)
         if width:
-            multiply(
-                a,
-                weight[columns],
-                None if bias is None else bias[columns],
-                out=out[at : at + tokens * width].view(tokens, width),
-            )
+            block, of_rank = out[at : at + tokens * width].view(tokens, width), None if bias is None else bias[columns]
+            multiply(a, weight[columns], of_rank, out=block)
         at, column = at + tokens * width, column + width
 
 
 def take(weight: Tensor, rows: list[slice]) -> Tensor:
-    """Return rows of a tensor, in order; a view if they are one run."""
+    # rows in order; a view if they are one run
     if len(rows) == 1:
         return weight if rows[0] == slice(0, weight.shape[0]) else weight[rows[0]]
     return torch.cat([weight[run] for run in rows]) if rows else weight[:0]
 
 
 def take_of_ranks(weight: Tensor, message: Message) -> Tensor:
-    """Return the rows of a message: a view [ranks, width, ...] if the ranks' are as far apart, else as ``take``."""
+    # the rows of a message: a view [ranks, width, ...] if the ranks' are as far apart, else as ``take``
     if message.stride is None:
         return take(weight, message.rows)
     first, width, step = message.stride
@@ -72,15 +66,13 @@ def take_of_ranks(weight: Tensor, message: Message) -> Tensor:
 
 
 def project_back_to_ranks(grad: Tensor, weight: Tensor, columns: list[slice], out: Tensor) -> None:
-    """Compute grad @ weight[:, columns of each rank], one after another in ``out``, flat."""
+    # grad @ weight[:, columns of each rank], one after another in ``out``, flat
     tokens, ranks = grad.shape[0], len(columns)
     starts, widths = [some.start for some in columns], [some.stop - some.start for some in columns]
     step, left = divmod(weight.shape[1], ranks)  # a chunk may be even where the heads as a whole are not
     if left == 0 and len(set(widths)) == 1 and starts == [starts[0] + rank * step for rank in range(ranks)]:
         of_ranks = weight.view(-1, ranks, step)[:, :, starts[0] : starts[0] + widths[0]].transpose(0, 1)
-        torch.bmm(
-            grad.expand(ranks, *grad.shape), of_ranks, out=out.view(ranks, tokens, -1)
-        )  # nothing is copied for it
+        torch.bmm(grad.expand(ranks, *grad.shape), of_ranks, out=out.view(ranks, tokens, -1))  # without a copy
         return
     at = 0
     for some, width in zip(columns, widths, strict=True):
@@ -90,13 +82,9 @@ def project_back_to_ranks(grad: Tensor, weight: Tensor, columns: list[slice], ou
 
 
 def project_pieces(
-    pieces: Iterator[HeadColumns],
-    proj: tuple[Tensor, Tensor | None],
-    residual: Tensor | None,
-    tp: TensorParallel,
-    *,
+    pieces: Iterator[HeadColumns], proj: tuple[Tensor, Tensor | None], residual: Tensor | None, tp: TensorParallel, *,
     batch: int,
-) -> tuple[Tensor, list[HeadColumns]]:
+) -> tuple[Tensor, list[HeadColumns]]:  # fmt: skip
     """Compute leave(sum of piece @ weight[:, columns].T) + bias + residual; return it with the pieces, for backward.
 
     Several pieces, columns of the input [s * b, n*d], are added up as they arrive. The result is [s/parts, b, h].
@@ -120,14 +108,11 @@ def project_pieces(
 def put_grad_of_columns(
     main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[HeadColumns]
 ) -> Tensor | None:
-    """Compute the weight gradient of ``project_pieces``, grad.T @ piece for each; None if it is in the main_grad."""
+    # the weight gradient of ``project_pieces``, grad.T @ piece for each; None if it is in the main_grad
     if len(pieces) == 1:
         return put_weight_grad(main_grad, weight, grad, pieces[0][1])
-    if main_grad is not None and main_grad.later(
-        weight, partial(_put_grad_of_columns_now, main_grad, weight, grad, pieces)
-    ):
-        return None
-    return _put_grad_of_columns_now(main_grad, weight, grad, pieces)
+    put = partial(_put_grad_of_columns_now, main_grad, weight, grad, pieces)
+    return None if main_grad is not None and main_grad.later(weight, put) else put()
 
 
 def _put_grad_of_columns_now(
@@ -144,64 +129,52 @@ class RowWiseGrad:
     """Gradient of a parameter computed message by message, each for some of its rows."""
 
     def __init__(self, main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> None:
-        reserved = main_grad.reserve(param) if main_grad is not None else None
+        self._main_grad, self._param, self._rows_differ = main_grad, param, rows_differ
+        # where gradients are put off, what will be added, until the main_grad asks for it; else None
+        self._put_off: list[Callable[[], None]] | None = []
+        if main_grad is None or not main_grad.later(param, self._write):
+            self._put_off = None
+            self._open()
+
+    def _open(self) -> None:
+        reserved = self._main_grad.reserve(self._param) if self._main_grad is not None else None
         self._held = reserved is not None
-        self._view, fresh = reserved if reserved is not None else (torch.zeros_like(param), False)
-        if fresh and not rows_differ:
+        self._view, fresh = reserved if reserved is not None else (torch.zeros_like(self._param), False)
+        if fresh and not self._rows_differ:
             self._view.zero_()
-        self._overwrite = fresh and rows_differ  # every row comes exactly once
+        self._overwrite = fresh and self._rows_differ  # every row comes exactly once
 
     def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
-        """Add (or write first) grad_out.T @ x, whose rows go to ``rows`` in order."""
-        if len(rows) == 1:
+        # add (or write first) grad_out.T @ x, whose rows go to ``rows`` in order
+        if self._put_off is not None:
+            self._put_off.append(partial(self.put_product, grad_out, x, rows))
+        elif len(rows) == 1:
             put_product(self._view[rows[0]], grad_out, x, fresh=self._overwrite)
         else:
-            self.put(weight_product(grad_out, x, self._view.dtype), rows)
-
-    def put(self, grad: Tensor, rows: list[slice]) -> None:
-        at = 0
-        for run in rows:
-            part = grad[at : at + run.stop - run.start]
-            self._view[run].copy_(part) if self._overwrite else self._view[run].add_(part)
-            at += run.stop - run.start
+            self._put(weight_product(grad_out, x, self._view.dtype), rows)
 
     def put_column_sum(self, grad_out: Tensor, rows: list[slice]) -> None:
-        if len(rows) == 1:
+        # add (or write first) the sum over the tokens, in fp32 or wider
+        if self._put_off is not None:  # summed at once: what is kept is small
+            self._put_off.append(partial(self._put, column_sum(grad_out), rows))
+        elif len(rows) == 1:
             add_column_sum(self._view[rows[0]], grad_out, fresh=self._overwrite)
         else:
-            self.put(column_sum(grad_out), rows)
+            self._put(column_sum(grad_out), rows)
+
+    def _put(self, grad: Tensor, rows: list[slice]) -> None:
+        start = 0
+        for run in rows:
+            part = grad[start : start + run.stop - run.start]
+            self._view[run].copy_(part) if self._overwrite else self._view[run].add_(part)
+            start += run.stop - run.start
+
+    def _write(self) -> None:
+        calls, self._put_off = self._put_off or [], None
+        self._open()
+        for call in calls:
+            call()
 
     def result(self) -> Tensor | None:
-        return None if self._held else self._view
-
-
-class PutOffRowWiseGrad:
-    """Operands of a ``RowWiseGrad``, until the main_grad asks for the gradient."""
-
-    def __init__(self, main_grad: MainGrad, param: Tensor, rows_differ: bool) -> None:
-        self._new = partial(RowWiseGrad, main_grad, param, rows_differ)
-        self._calls: list[Callable[[RowWiseGrad], None]] = []
-
-    def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
-        self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))
-
-    def put_column_sum(self, grad_out: Tensor, rows: list[slice]) -> None:
-        total = column_sum(grad_out)
-        self._calls.append(lambda made: made.put(total, rows))
-
-    def result(self) -> None:
-        """Return None: the main_grad has it, or will have it."""
-
-    def write(self) -> None:
-        made = self._new()
-        for call in self._calls:
-            call(made)
-
-
-def row_wise_grad(main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> RowWiseGrad | PutOffRowWiseGrad:
-    """Return what collects the gradient of a parameter message by message."""
-    if main_grad is not None:
-        put_off = PutOffRowWiseGrad(main_grad, param, rows_differ)
-        if main_grad.later(param, put_off.write):
-            return put_off
-    return RowWiseGrad(main_grad, param, rows_differ)
+        # for autograd; None if the main_grad has it, or will have it
+        return None if self._put_off is not None or self._held else self._view

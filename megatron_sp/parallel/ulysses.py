@@ -80,7 +80,7 @@ class AttentionPlan:
 
 
 class HeadGrads(NamedTuple):
-    """Gradients of the heads on their way to the ranks of their positions."""
+    # of the heads, on their way to the ranks of their positions
 
     # each message with the handle of its exchange, in the order in which they were started
     arriving: list[tuple[Message, Handle]]
@@ -131,17 +131,15 @@ class HeadsPass:
             recv_buffers = [handle.wait() for handle in coming[index]]
             coming[index] = []
             out = self._attend(chunk, recv_buffers, shared)
-            uses = chunk.shares[self.sp.rank].uses
-            if index + 1 < len(chunks) and not any(
-                later.shares[self.sp.rank].uses == uses for later in chunks[index + 1 :]
-            ):
+            uses, later = chunk.shares[self.sp.rank].uses, chunks[index + 1 :]
+            if later and not any(chunk.shares[self.sp.rank].uses == uses for chunk in later):
                 shared.pop(uses.start, None)
             going.append(self._send_back(chunk, out))
         self.sp.mark(OUTPUT_PROJECTION)
         return going
 
     def release(self) -> list[Tensor]:
-        """Hand out the tensors that backward needs and no graph has saved, until ``restore``."""
+        # the tensors that backward needs and no graph has saved, until ``restore``
         released = [tensor for state in self.states if isinstance(state, Call) for tensor in state.release()]
         return released if self.results is None else released + self.results.release()
 
@@ -154,7 +152,7 @@ class HeadsPass:
             self.results.restore(tensors)
 
     def results_of_first_pass(self, like: Tensor) -> list[Handle]:
-        """Return what ``forward`` does, from the results of a recomputation's first pass."""
+        # as from ``forward``, from the results of a recomputation's first pass; none if they have come back
         assert self.plan.kept is not None
         self.sp.mark(OUTPUT_PROJECTION)
         going: list[Handle] = []
@@ -223,7 +221,9 @@ class HeadsPass:
         return padded.view(-1)
 
     def outputs(self, going: list[Handle]) -> Iterator[HeadColumns]:
-        """Yield (columns of [tokens, n*d_v], contents of those columns) of the attention's output as it arrives."""
+        # (columns of [tokens, n*d_v], contents of those columns) of the attention's output as it arrives
+        # a few pieces as they arrive, so that the product with each overlaps with the next exchange; many side by side,
+        # since a product for each would cost more than the copy; in a recomputation that has them as they were
         chunks, count = self.plan.chunks, self.sp.size * len(self.plan.chunks)
         has_received = self.replays and self.plan.keeps_received
         if count == 1 and not has_received:
@@ -252,13 +252,13 @@ class HeadsPass:
 
     def _pieces(self, heads: list[tuple[range, HeadChunk]], going: list[Handle]) -> Iterator[HeadColumns]:
         # the columns that each chunk has of each rank with queries, as the chunks arrive
-        handles, current, at, arrived = iter(going), None, 0, torch.empty(0)
+        handles, current, start, arrived = iter(going), None, 0, torch.empty(0)
         for queries, chunk in heads:
             if chunk is not current:
-                current, at, arrived = chunk, 0, next(handles).wait().reshape(-1)
+                current, start, arrived = chunk, 0, next(handles).wait().reshape(-1)
             width = len(queries) * self.plan.v_width
-            yield self._columns(queries), arrived[at : at + self.tokens * width].view(self.tokens, width)
-            at += self.tokens * width
+            yield self._columns(queries), arrived[start : start + self.tokens * width].view(self.tokens, width)
+            start += self.tokens * width
 
     # backward
 
@@ -299,9 +299,8 @@ class HeadsPass:
                 del parts
             d_parts: dict[str, Tensor] = {}
             if state is not None:
-                assert not isinstance(state, KeptTensors), (
-                    "heads are to be remade, and nothing was given to make them from"
-                )
+                why = "heads are to be remade, and nothing was given to make them from"
+                assert not isinstance(state, KeptTensors), why
                 d_out = d_out.view(self.padded_length, -1)[: self.plan.seq_length].view(state.out.shape)
                 d_parts, of_chunk = attend_backward(self.core, state, sources, d_out, share, d_shared)
                 d_parts = {part: self._padded(grad) for part, grad in d_parts.items()}
@@ -338,10 +337,11 @@ class HeadsPass:
         return started
 
     def is_whole(self, message: Message) -> bool:
+        # it carries all heads, in the order of the weight, from and to this rank alone
         return self.sp.size == 1 and len(self.plan.chunks) == 1 and len(message.rows) == 1
 
     def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
-        """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows])."""
+        # received gradients of a message's heads as (rows of the weight, [tokens, those rows])
         widths = message.widths
         if self.sp.size == 1:
             return [(message.rows, arrived.view(self.tokens, widths[0]))]
@@ -367,5 +367,4 @@ class HeadsPass:
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return the sum of two gradients, either of which may be None."""
     return a if b is None else b if a is None else a + b
