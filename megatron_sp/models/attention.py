@@ -64,8 +64,8 @@ class FusedQKV(NamedTuple):
     def in_groups(cls, config: ModelConfig, tp: TensorParallel, v_width: int | None = None) -> FusedQKV:
         """Return those of a weight in group order, [g * (r * d + d + d_v), h], as Megatron-core has it.
 
-        With fewer key/value heads than ranks, a rank holds some queries of one group, and the group's key and value, which
-        others hold too.
+        With fewer key/value heads than ranks, a rank holds some queries of one group, and the group's key and value,
+        which others hold too.
         """
         assert config.hidden_size and config.num_attention_heads
         d, n, g, size = config.head_dim, config.num_attention_heads, config.num_groups, tp.size
@@ -105,11 +105,10 @@ class SelfAttention(nn.Module):
         self.queries_per_group, self.v_width = self.sections.queries_per_group, self.sections.v.width
         init = WeightInit(f"{name}.linear_qkv", std, seed, dtype)
         self.linear_qkv = ColumnParallelLinear(rows, init, bias=config.qkv_bias, layout=layout)
-        init, width = (
-            WeightInit(f"{name}.linear_proj", output_std(std, config.num_layers), seed, dtype),
-            n * self.v_width,
+        init = WeightInit(f"{name}.linear_proj", output_std(std, config.num_layers), seed, dtype)
+        self.linear_proj = RowParallelLinear(
+            n * self.v_width, config.hidden_size, init, bias=config.proj_bias, layout=layout
         )
-        self.linear_proj = RowParallelLinear(width, config.hidden_size, init, bias=config.proj_bias, layout=layout)
         self.qk_layernorm, self.norms_all_heads = config.qk_layernorm, config.norms_all_heads
         if config.qk_layernorm:
             queries, keys = (n, config.num_groups) if self.norms_all_heads else (1, 1)
@@ -168,10 +167,9 @@ def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Te
 class FusedHeads(Core):
     """Heads of a ``FusedQKV`` between the exchanges, for one pass of a layer; a subclass mixes them: ``attend``."""
 
-    spans_ranks = False
-    """``attend`` takes the positions of other cp ranks, and of earlier slices of a row, into account (``ctx.plan``)."""
-    takes_cache = False
-    """``attend`` takes a cache of past keys and values into account (``ctx.cache``)."""
+    # ``attend`` takes into account the positions of other cp ranks and of earlier slices of a row (``ctx.plan``), and a
+    # cache of past keys and values (``ctx.cache``)
+    spans_ranks = takes_cache = False
 
     def __init__(self, layer: SelfAttention, ctx: ForwardContext) -> None:
         self.layer, self.ctx = layer, ctx
@@ -247,15 +245,13 @@ class FusedHeads(Core):
         else:
             return None
         kernel = self.kernel(q, k, v, share)
-        if kernel is None:
+        if kernel is None:  # the buffers are as they were
             return None
         if rotary is not None:
             if fused is not None and groups:
                 cut_qkv(fused, queries // groups, d, rotary, self.d_v)
-            else:
-                rotate_heads(fused if fused is not None else recv_buffers["q"], *rotary, d)
-            if fused is None:
-                rotate_heads(recv_buffers["k"], *rotary, d)
+            for part in ("q", "k") if fused is None else () if groups else ("qkv",):
+                rotate_heads(recv_buffers[part], *rotary, d)
         return kernel, q, k, v
 
     def prepare_backward(self, grads: Heads, shapes: dict[str, torch.Size], share: Share) -> dict[str, Tensor]:
@@ -273,12 +269,8 @@ class FusedHeads(Core):
         # norm queries [s, (b g), r, d] and keys [s, (b g), 1, d] over all heads of each token
         from megatron_sp.parallel.all_heads_norm import AllHeadsPlan, HeadRange, norm_all_heads
 
-        layer, tp, sp, norms = (
-            self.layer,
-            self.layer.layout.tp,
-            self.layer.layout.sp,
-            (self.layer.q_layernorm, self.layer.k_layernorm),
-        )
+        layer = self.layer
+        tp, sp, norms = layer.layout.tp, layer.layout.sp, (layer.q_layernorm, layer.k_layernorm)
         n, g = (norm.weight.shape[0] // self.d for norm in norms)
         first_key = layer.first_head // (n // g)  # of the tp rank
         # a key head counts on the rank of its first query
@@ -289,14 +281,11 @@ class FusedHeads(Core):
         queries = HeadRange(layer.first_head + share.queries.start, len(share.queries), n * self.d)
         ranges = queries, HeadRange(first_key + share.uses.start, owned, g * self.d)
 
-        def reduce(x: Tensor) -> Tensor:
-            x = tp.all_reduce(x)
-            return sp.all_reduce(x)
-
-        plan = AllHeadsPlan(ranges, self.d, norms[0].spec, reduce, (norms[0].main_grad, norms[1].main_grad))
+        main_grads, weights = (norms[0].main_grad, norms[1].main_grad), (norms[0].weight, norms[1].weight)
+        plan = AllHeadsPlan(ranges, self.d, norms[0].spec, lambda x: sp.all_reduce(tp.all_reduce(x)), main_grads)
         batch = q.shape[1] * q.shape[2] // len(share.queries)
         q_flat, k_flat = (t.reshape(t.shape[0], batch, t.shape[1] // batch * t.shape[2] * self.d) for t in (q, k))
-        q_flat, k_flat = norm_all_heads(q_flat, k_flat, (norms[0].weight, norms[1].weight), plan)
+        q_flat, k_flat = norm_all_heads(q_flat, k_flat, weights, plan)
         return q_flat.view(q.shape), k_flat.view(k.shape)
 
     def _rotated(self, x: Tensor, heads: int = 1, rotated: int = 1) -> Tensor:

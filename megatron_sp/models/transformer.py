@@ -41,24 +41,18 @@ class MLP(nn.Module):
         ffn, mine = config.ffn_size, config.ffn_size // layout.tp.size
         runs = tuple((half * ffn + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
         rows = ShardSpec.split((ffn * activation.width_factor, config.hidden_size), 0, runs)
-        self.linear_fc1 = ColumnParallelLinear(
-            rows, WeightInit(f"{name}.linear_fc1", std, seed, dtype), bias=bias, layout=layout
-        )
+        h = config.hidden_size
+        init = WeightInit(f"{name}.linear_fc1", std, seed, dtype)
+        self.linear_fc1 = ColumnParallelLinear(rows, init, bias=bias, layout=layout)
         init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
-        self.linear_fc2 = RowParallelLinear(
-            ffn, config.hidden_size, init, bias=bias, layout=layout, activation=activation
-        )
+        self.linear_fc2 = RowParallelLinear(ffn, h, init, bias=bias, layout=layout, activation=activation)
         self.activation, self.tp = activation, layout.tp
         self.main_grad: MainGrad | None = None
 
     def forward(
-        self,
-        x: Tensor,
-        norm: NormInFront | None,
-        dropout: ResidualDropout | None,
-        chunks: int = 1,
+        self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1,
         onto: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return x + mlp(norm(x)), [s, b, h], in ``chunks`` parts of the positions; ``onto`` is added instead of x."""
         layers = self._modules  # not by attribute: nn.Module looks that up in Python
         fc1, fc2 = layers["linear_fc1"].linear(), layers["linear_fc2"].linear()  # type: ignore[union-attr, operator]
@@ -69,16 +63,9 @@ class MLP(nn.Module):
             plan = MLPPlan(self.activation, chunks, self.tp, rate)
             return chunked_mlp(x, norm, fc1, fc2, plan, rows=rows, onto=onto, main_grad=self.main_grad)
         inside = dropout is None
+        added = onto if inside else None
         out, x = mlp(
-            x,
-            norm,
-            fc1,
-            fc2,
-            self.activation,
-            onto=onto if inside else None,
-            add_input=inside,
-            tp=self.tp,
-            main_grad=self.main_grad,
+            x, norm, fc1, fc2, self.activation, onto=added, add_input=inside, tp=self.tp, main_grad=self.main_grad
         )
         return out if dropout is None else dropped_onto(x if onto is None else onto, out, dropout)
 
@@ -127,12 +114,11 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """Apply the block to x [s, b, h].
 
-        ``around_experts`` is the identity on the experts' input, and reports in backward that their gradients are complete.
+        ``around_experts`` is the identity on the experts' input; it reports in backward that gradients are complete.
         """
         if self.post:
-            x = self.post_attention_layernorm(
-                self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))[0]
-            )
+            y, _ = self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))
+            x = self.post_attention_layernorm(y)
             return self.post_mlp_layernorm(self._mlp(x, None, ctx))
         y, x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
         norm = self.pre_mlp_layernorm.in_front()

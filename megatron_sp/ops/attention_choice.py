@@ -8,9 +8,8 @@
     unfused, local              reference
 
 Where a package's own function fails, its kernels may still work through torch, which calls other parts of it
-(``sdpa-fa3``, ``sdpa-fa4``). The example is forward and backward of what the run will ask for, compared with the plain
-kernel: builds for another GPU or another torch fail there, with a reason. Several that are left are timed by
-``training/kernel_selection.py``; if no fused kernel is, ``reference`` is taken and its cost said.
+(``sdpa-fa3``, ``sdpa-fa4``). The example is forward and backward of what the run will ask for: builds for another GPU
+or another torch fail there, with a reason. ``training/kernel_selection.py`` times those that are left.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ class Candidates:
 def choose_kernel(
     backend: str, device_type: str, dtype: torch.dtype, dropout: float = 0.0, use: AttentionUse | None = None
 ) -> AttentionKernel:
-    """Choose the first candidate for --attention-backend, without timing. Not collective.
-
-    Raises RuntimeError if the requested kernel cannot run.
-    """
+    """Choose the first candidate for --attention-backend, without timing; RuntimeError if there is none."""
     found = find_candidates(backend, use or AttentionUse(torch.device(device_type), dtype, dropout))
     return chosen(found.names[0], found.reason, dropout)
 
@@ -100,10 +96,7 @@ def chosen(name: KernelName, reason: str, dropout: float) -> AttentionKernel:
 
 
 def find_candidates(backend: str, use: AttentionUse) -> Candidates:
-    """Return the kernels that can be used here for --attention-backend.
-
-    Raises RuntimeError if a kernel was requested and cannot run, or none of several.
-    """
+    """Return the kernels that can be used here for --attention-backend; RuntimeError if there is none."""
     if backend in ("unfused", "local"):
         return Candidates(("reference",), "asked for")
     wanted = _GROUPS.get(backend, (cast(KernelName, backend),))
@@ -213,7 +206,6 @@ def _cudnn_lack(use: AttentionUse) -> str:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Return the GPU's compute capability."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -245,7 +237,7 @@ def why_repeated(name: KernelName, use: AttentionUse) -> str:
 
 @cache
 def _trial(name: KernelName, use: AttentionUse, kept: bool = False) -> str:
-    """Return what goes wrong with a small example; ``kept``: in a second pass with what a first one has kept."""
+    # what goes wrong with a small example; ``kept``: in a second pass with what a first one has kept
     try:
         activate(name)
         error = example_error(name, use, kept)
@@ -259,7 +251,6 @@ def _trial(name: KernelName, use: AttentionUse, kept: bool = False) -> str:
 
 
 def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> float:
-    """Return the error of a small example, forward and backward, relative to the largest element."""
     s, m, r, d = 80, 2, use.queries_per_group, use.head_dim
     documents = ((30, 31, s),) if use.documents else None
     window = None if use.window is None else min(use.window, 17)

@@ -38,11 +38,10 @@ class KeptTensors:
         self.replays = False
 
     def keep(self, name: str, *tensors: Tensor) -> None:
-        """Add an entry, in the first pass."""
         self._entries.append((name, tensors))
 
     def section(self, name: str) -> KeptTensors:
-        """Return a section: a new one in the first pass, the next entry in the second one."""
+        # a new one in the first pass, the next entry in the second one
         if self.replays:
             section = self._next(name)
             assert isinstance(section, KeptTensors)
@@ -52,13 +51,13 @@ class KeptTensors:
         return section
 
     def take(self, name: str) -> tuple[Tensor, ...]:
-        """Return the next entry, in the second pass, and forget it. Raises RuntimeError if the passes differ."""
+        # the next entry, in the second pass, which is forgotten
         tensors = self._next(name)
         assert isinstance(tensors, tuple)
         return tensors
 
     def find(self, name: str) -> tuple[Tensor, ...]:
-        """Return the first entry of this name, without forgetting it; nothing if there is none."""
+        # the first entry of this name, which stays; nothing if there is none
         return next((entry for known, entry in self._entries if known == name and isinstance(entry, tuple)), ())
 
     def _next(self, name: str) -> tuple[Tensor, ...] | KeptTensors:
@@ -68,7 +67,7 @@ class KeptTensors:
         return entry
 
     def release(self) -> list[Tensor]:
-        """End the first pass: hand out all tensors, to be saved until the second one."""
+        # ends the first pass: hands out all tensors, to be saved until the second one
         self._layout, released = [], list[Tensor]()
         for name, entry in self._entries:
             if isinstance(entry, KeptTensors):
@@ -81,7 +80,7 @@ class KeptTensors:
         return released
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
-        """Begin the second pass with the tensors that ``release`` handed out."""
+        # begins the second pass with the tensors that ``release`` handed out
         remaining = iter(tensors)
         self._entries, self.replays = deque(), True
         for name, layout in self._layout:
@@ -93,7 +92,7 @@ class KeptTensors:
 
 
 class Gradients(NamedTuple):
-    """Gradients of q, k and v."""
+    # of q, k and v
 
     q: Tensor
     k: Tensor
@@ -104,17 +103,15 @@ class LseKernel(Protocol):
     """Interface of a kernel with fixed options; q is [s_q, m, r, d], k is [s_k, m, 1, d], v is [s_k, m, 1, d_v]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return the output [s_q, m, r, d_v] and the lse, in one or more tensors, which backward needs, too."""
+        """Return the output [s_q, m, r, d_v] and the lse, in one or more tensors."""
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         """Return the gradients of q, k and v from that of the output."""
 
 
 def attend_with(kernel: LseKernel, q: Tensor, k: Tensor, v: Tensor, kept: KeptTensors | None = None) -> Tensor:
-    """Compute attention [s_q, m, r, d_v], differentiably.
-
-    ``kept`` keeps output and lse in the first of two passes, which has no gradients, and has them in the second.
-    """
+    # attention [s_q, m, r, d_v], differentiably; ``kept`` keeps output and lse in the first of two passes, which has no
+    # gradients, and has them in the second
     if kept is None or kept.replays:
         return _Attention.apply(q, k, v, kernel, None if kept is None else kept.take("attention"))
     results = kernel.forward(q, k, v)
@@ -144,7 +141,7 @@ def _is_fused(q: Tensor, k: Tensor) -> bool:
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """Allocate gradients, for parts of a fused QKV as views of one tensor in its layout: packing them costs nothing."""
+    # for parts of a fused QKV as views of one tensor in its layout: packing them costs nothing
     s, m, r, d = q.shape
     if v.shape[3] == d and _is_fused(q, k):
         packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
@@ -154,11 +151,8 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 @dataclass(frozen=True)
 class DenseCPU:
-    """torch's fused CPU kernel on all pairs, or on those of a causal mask.
-
-    It is called directly because SDPA saves its output in the kernel's layout, and the output projection a contiguous
-    copy; here both use the copy.
-    """
+    # torch's fused CPU kernel on all pairs, or on those of a causal mask. It is called directly because SDPA saves its
+    # output in the kernel's layout, and the output projection a contiguous copy; here both use the copy.
 
     causal: bool
 
@@ -200,7 +194,7 @@ class DenseCPU:
 def cpu_flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return output and lse of torch's fused CPU kernel on [m, r, s, d], with v d_v wide; ``mask`` is additive."""
+    # output and lse of torch's fused CPU kernel on [m, r, s, d], with v d_v wide; ``mask`` is additive
     forward, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, v.shape[3]
     scale = None if q.shape[3] == d_v else 1 / math.sqrt(q.shape[3])  # None: the kernel's own, and nothing is padded
     if scale is not None:
@@ -212,7 +206,6 @@ def cpu_flash(
 def cpu_flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None = None
 ) -> Tensors:  # fmt: skip
-    """Return the gradients of q, k and v of ``cpu_flash``."""
     backward, d, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, q.shape[3], v.shape[3]
     scale = None if d == d_v else 1 / math.sqrt(d)
     if scale is not None:
@@ -222,7 +215,7 @@ def cpu_flash_backward(
 
 
 def same_widths(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad last dims with zeros to the largest, for kernels of one width: zeros change neither scores nor gradients."""
+    # last dims padded with zeros to the largest, for kernels of one width: zeros change neither scores nor gradients
     widest = max(t.shape[-1] for t in tensors)
     return tuple(t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in tensors)
 

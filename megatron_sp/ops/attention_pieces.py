@@ -50,7 +50,6 @@ class Stage:
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returned when it was first asked for ``key``."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -61,7 +60,6 @@ class Stage:
 
 @lru_cache(maxsize=16)
 def pieces_of_documents(documents: tuple[tuple[int, ...], ...], causal: bool) -> tuple[AttentionPiece, ...]:
-    """Return the pieces of packed documents, given the ends of the documents of each sequence."""
     kind: Kind = "diagonal" if causal else "full"
     return tuple(
         AttentionPiece(sequence, start, end, start, end, kind)
@@ -70,7 +68,6 @@ def pieces_of_documents(documents: tuple[tuple[int, ...], ...], causal: bool) ->
 
 
 def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[AttentionPiece, ...]:
-    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for length 0."""
     kind: Kind = "diagonal" if causal else "full"
     return tuple(
         AttentionPiece(sequence, 0, s, 0, min(length, s), kind) for sequence, length in enumerate(lengths) if length > 0
@@ -95,7 +92,6 @@ def stage_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Stage:
 
 
 def runs_of_equal(counts: Sequence[int]) -> list[slice]:
-    """Return the runs of equal numbers."""
     ends = [i + 1 for i in range(len(counts)) if i + 1 == len(counts) or counts[i] != counts[i + 1]]
     return [slice(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
@@ -137,7 +133,7 @@ def _pairs_of_rows(piece: AttentionPiece, window: int | None) -> np.ndarray:
 
 
 def cut(piece: AttentionPiece, row: int) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:
-    """Cut a piece before its query ``row``, counted from its first."""
+    # before query ``row``, counted from the first
     middle, key = piece.q_start + row, piece.k_start
     if piece.kind == "diagonal":
         below = piece._replace(q_start=middle, k_stop=key + row, kind="full")
@@ -153,8 +149,6 @@ def cut(piece: AttentionPiece, row: int) -> tuple[tuple[AttentionPiece, ...], tu
 
 
 class Tile(NamedTuple):
-    """A block of queries and keys for a kernel: rows from ``start`` on, keys from ``first_key`` on."""
-
     sequence: int
     start: int
     queries: int
@@ -168,7 +162,7 @@ Tiles = tuple[Tile, ...]
 
 
 def tiles_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Tiles:
-    """Return the tiles of the pieces: of a band a few queries at a time with the keys that they reach, else one."""
+    # of a band a few queries at a time with the keys that they reach, else one
     tiles: list[Tile] = []
     for piece in pieces:
         queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
@@ -187,10 +181,8 @@ def tiles_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> Tiles:
 
 
 def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
-    """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length.
-
-    Without ``bands`` those of bands stay alone: they share keys, so that copies side by side are larger than the keys.
-    """
+    # tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length. Without
+    # ``bands`` those of bands stay alone: they share keys, so that copies side by side are larger than the keys
     batches: list[list[Tile]] = []
     for tile in sorted(tiles, key=lambda t: (t.kind, -t.queries, -t.keys, t.offset, t.sequence, t.start)):
         longest, last = (batches[-1][0], batches[-1][-1]) if batches else (None, None)

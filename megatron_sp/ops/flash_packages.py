@@ -7,15 +7,9 @@
 
 All take q [b, s, heads, d] and k, v [b, s, groups, d] with any strides but the last, align the causal mask at the last
 query and the last key, and sum gradients with atomics unless ``deterministic`` is set. Arguments go by name: their
-order grows in the middle from version to version.
-
-``forward_with_lse`` and ``backward_from_lse`` call what is under those functions (``_UNDER``). It is not public, so
-what it takes is looked up, and ``lse_lack`` says what is not as it is known here. All give and take lse as natural
-logarithms in fp32, [b, heads, s] or packed [heads, tokens] (flash2 from 2.6 on). A query without keys has +inf in
-version 2 and -inf in 3 and 4. Backward uses out only for rowsum(grad out), and never asks where out and lse come from.
-
-Source: Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
-flash_attn/cute/interface.py (4.0.0b36); the capabilities of version 4 are those of its backward pass there.
+order grows in the middle from version to version. ``forward_with_lse`` and ``backward_from_lse`` call what is under
+the public functions, and ``lse_lack`` says what is not as it is known here. Lse are natural logarithms in fp32, [b,
+heads, s] or packed [heads, tokens]; a query without keys has +inf in version 2 and -inf in 3 and 4.
 """
 
 from __future__ import annotations
@@ -39,8 +33,6 @@ FLASH_NAMES: tuple[FlashName, ...] = get_args(FlashName)
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """One of the packages."""
-
     title: str
     package: str  # name in ``availability``
     majors: tuple[int, ...]  # first numbers of the compute capabilities that it has kernels for
@@ -56,7 +48,7 @@ MOST_HEAD_DIM = 256
 
 
 class Lengths(NamedTuple):
-    """Packed sequences: query i of sequence j is row ``ends_q[j] + i``, and its keys begin at row ``ends_k[j]``."""
+    # packed sequences: query i of sequence j is row ``ends_q[j] + i``, and its keys begin at row ``ends_k[j]``
 
     ends_q: Tensor  # cumulative lengths, int32 [n + 1], from 0
     ends_k: Tensor
@@ -65,7 +57,7 @@ class Lengths(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Mask of a call: which query attends to which key."""
+    # mask of a call: which query attends to which key
 
     causal: bool  # up to its own position, aligned at the last query and the last key
     window: int | None = None  # keys that a query attends to, itself included
@@ -74,7 +66,7 @@ class Pairs(NamedTuple):
     sides: tuple[int, int] = (-1, -1)
 
     def reach(self) -> tuple[int, int] | None:
-        """Return the keys before and behind a query's own, -1 for all of a side; None if there is no limit."""
+        # keys before and behind a query's own, -1 for all of a side; None if there is no limit
         if self.window is not None:
             return self.window - 1, 0
         return None if self.sides == (-1, -1) else self.sides

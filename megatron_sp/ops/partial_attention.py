@@ -31,10 +31,7 @@ Spans = Sequence[tuple[int, int, int]]  # (sequence, start, stop) of queries
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of several sequences in one tensor x [rows, m, ...]: row i of one is at ``starts[sequence] + i * stride``.
-
-    If all sequences are alike there is one entry in ``starts``, and the sequences lie side by side in dim 1.
-    """
+    """Rows of several sequences in x [rows, m, ...]: row i of one is at ``starts[sequence] + i * stride``."""
 
     x: Tensor
     starts: tuple[int, ...]
@@ -42,17 +39,16 @@ class Rows:
 
     @classmethod
     def interleaved(cls, x: Tensor, sequences: int) -> Rows:
-        """Return the rows of x [s, sequences * m, ...], where the sequences are side by side in each position."""
+        # of x [s, sequences * m, ...], where the sequences are side by side in each position
         shape = (x.shape[0] * sequences, x.shape[1] // sequences, *x.shape[2:])
         return cls(x.reshape(shape), tuple(range(sequences)), sequences)
 
     def split(self, k_width: int) -> tuple[Rows, Rows]:
-        """Return views of keys [rows, m, 1, k_width] and values [rows, m, 1, d_v] that lie side by side."""
+        # views of keys [rows, m, 1, k_width] and values [rows, m, 1, d_v] that lie side by side
         x = self.x.flatten(2)
         return replace(self, x=x[:, :, None, :k_width]), replace(self, x=x[:, :, None, k_width:])
 
     def slice(self, sequence: int, start: int, count: int) -> slice:
-        """Return where ``count`` rows of a sequence are."""
         first = self.starts[sequence] + start * self.stride
         return slice(first, first + (count - 1) * self.stride + 1, self.stride)
 
@@ -69,15 +65,14 @@ class Columns:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences with pieces of their own."""
+        # with pieces of their own
         return 1 if self.alike else self.batch
 
     def of_queries(self, x: Tensor) -> list[Rows]:
-        """Split a tensor [s, m, r, ...] of the queries into parts with uniform heads: views, if strides allow it."""
+        # parts of [s, m, r, ...] with uniform heads: views, if strides allow it
         return self._uniform(Rows.interleaved(x, self.sequences), self.counts, queries=True)
 
     def of_keys(self, rows: Rows) -> list[Rows]:
-        """Split keys and values in the same way."""
         return self._uniform(rows, None if self.counts is None else (1,) * len(self.counts), queries=False)
 
     def _uniform(self, rows: Rows, widths: tuple[int, ...] | None, queries: bool) -> list[Rows]:
@@ -95,11 +90,9 @@ class Columns:
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[AttentionPiece], each: int, attend: Attend) -> Tensor:
-    """Compute attention with any kernel that autograd differentiates, one call per piece; zero for other queries.
-
-    Pieces share neither queries nor keys, and ``each`` is the columns of m per sequence. Gradients are written straight
-    to their places: slices under autograd would need a zero tensor of the full size for each, a concatenation a copy.
-    """
+    """Compute attention with any kernel that autograd differentiates, one call per piece; zero for other queries."""
+    # pieces share neither queries nor keys, and ``each`` is the columns of m per sequence. Gradients are written to
+    # their places: slices under autograd would need a zero tensor of the full size for each, a concatenation a copy
     return _OneByOne.apply(q, k, v, pieces, each, attend, torch.is_grad_enabled())
 
 
@@ -148,7 +141,7 @@ def _place_of(piece: AttentionPiece, each: int) -> tuple[slice, slice, slice]:
 
 
 def zero_outside(x: Tensor, pieces: Sequence[AttentionPiece], each: int, keys: bool) -> None:
-    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at a sequence's first row, without gaps."""
+    # the rows of x [s, m, ...] that are in no piece; pieces begin at a sequence's first row, without gaps
     ends = [0] * (x.shape[1] // each)
     for piece in pieces:
         ends[piece.sequence] = max(ends[piece.sequence], piece.k_stop if keys else piece.q_stop)
@@ -171,25 +164,23 @@ class Partial:
 
 @dataclass(frozen=True)
 class PartialPart:
-    """The heads of a ``Partial`` that are uniform."""
+    # the heads of a ``Partial`` that are uniform
 
     out: Rows  # [n, m, r, d_v]
     lse: Rows  # [n, m, r, 1]
     seen: np.ndarray  # bool [sequences, s], rows with a key already: what others get is copied, with the bits of a call
 
     def is_first(self, spans: Spans) -> bool:
-        """Return whether none of these queries has seen a key."""
         return not any(self.seen[sequence, start:stop].any() for sequence, start, stop in spans)
 
     def mark(self, spans: Spans) -> None:
-        """Note that these queries have seen a key."""
         for sequence, start, stop in spans:
             self.seen[sequence, start:stop] = True
 
     def add(
         self, place: slice | tuple[slice, slice] | Tensor, out: Tensor, lse: Tensor, first: bool
     ) -> None:  # fmt: skip
-        """Continue rows with out [n, m, r, d_v] and lse [n, m, r]; ``first``: they have seen no key yet."""
+        # continue rows with out [n, m, r, d_v] and lse [n, m, r]; ``first``: they have seen no key yet
         if isinstance(place, Tensor):
             if not first:
                 so_far = self.out.x.index_select(0, place), self.lse.x.index_select(0, place)[..., 0]
@@ -205,10 +196,8 @@ class PartialPart:
 
 
 def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Continue a softmax over further keys, in place; rows that have seen no key have lse -inf, and out 0.
-
-    ``out`` [..., d] and ``lse`` [...] are of the dtype of sums, ``more`` of any.
-    """
+    # continues a softmax over further keys, in place; rows that have seen no key have lse -inf, and out 0. ``out`` and
+    # ``lse`` are of the dtype of sums, ``more`` of any
     total = torch.logaddexp(lse, more_lse)
     # -inf less -inf would be NaN
     finite = total.masked_fill(total == -torch.inf, 0.0)
@@ -222,7 +211,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class BackwardInputs(NamedTuple):
-    """Tensors [n, m, r, d or d_v] and lse [n, m, r, 1] of the queries; out and lse over the keys of *all* stages."""
+    # [n, m, r, d or d_v] and lse [n, m, r, 1] of the queries; out and lse over the keys of *all* stages
 
     q: Rows
     out: Rows
@@ -286,6 +275,6 @@ def attend_backward(
 
 
 def can_halve(columns: Columns, kv: Rows) -> bool:
-    """Return whether the halves of the heads are of about the same work: with one key/value head they are not."""
+    """Return whether halves of the heads are of about the same work: with one key/value head they are not."""
     widths = [rows.x.shape[1] for rows in columns.of_keys(kv)]
     return 3 * sum(width // 2 for width in widths) >= sum(widths)

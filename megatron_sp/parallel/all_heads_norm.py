@@ -1,14 +1,10 @@
 """RMSNorm of queries, and of keys, over all heads of a token, which tp and sp ranks share (OLMoE, arXiv:2409.02060).
 
-    y = x / sqrt(mean over all heads of x^2 + eps) * weight
-
-Both need one small sum over the ranks in each pass, of two numbers for each token, for queries and keys together:
-
     forward    t = sum of x^2;              r = (t / width + eps)^-1/2;  y = x r w
     backward   u = sum of dy w x;           dx = r dy w - x r^3 u / width;  dw = sum over tokens of dy x r
 
-A key head that several ranks hold counts once in t, and the second term of dx, which holds all of u, is in the gradient
-of one of them only: that of its first query. The ranks' gradients of the key head are summed elsewhere.
+Each pass has one small sum over the ranks, for queries and keys together. A key head that several ranks hold counts
+once in t, and the second term of dx is in the gradient of one of them only: that of its first query.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ class HeadRange:
 
 @dataclass(frozen=True)
 class AllHeadsPlan:
-    """How queries and keys are normed: their ranges, d, the kind of norm, and the sum over the ranks, in place."""
+    """Ranges of queries and keys, and the sum over the ranks, in place."""
 
     ranges: tuple[HeadRange, HeadRange]
     head_dim: int
@@ -65,37 +61,32 @@ class _NormAllHeads(torch.autograd.Function):
         stats = [torch.rsqrt(t / of.width + plan.spec.eps) for t, of in zip(totals, plan.ranges, strict=True)]
         ctx.save_for_backward(q, k, q_weight, k_weight, *stats)
         ctx.params, ctx.plan = (q_weight, k_weight), plan  # the main_grad knows parameters by identity
-        made = (
-            (_wide(x) * r[..., None] * _taken(w, of, x.shape[-1], plan)).to(x.dtype)
-            for (x, w), of, r in zip(parts, plan.ranges, stats, strict=True)
-        )
-        return tuple(made)
+        normed = []
+        for (x, weight), of, r in zip(parts, plan.ranges, stats, strict=True):
+            normed.append((_wide(x) * r[..., None] * _taken(weight, of, x.shape[-1], plan)).to(x.dtype))
+        return tuple(normed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         plan: AllHeadsPlan = ctx.plan
         xs, weights, stats = ctx.saved_tensors[:2], ctx.saved_tensors[2:4], ctx.saved_tensors[4:]
         wide = [_wide(x) for x in xs]
-        of_normed = [
-            _wide(g) * _taken(w, of, g.shape[-1], plan) for g, w, of in zip(grads, weights, plan.ranges, strict=True)
-        ]
+        by_weight = zip(grads, weights, plan.ranges, strict=True)
+        of_normed = [_wide(g) * _taken(w, of, g.shape[-1], plan) for g, w, of in by_weight]
         totals = plan.reduce(torch.stack([(g * x).sum(-1) for g, x in zip(of_normed, wide, strict=True)]))
         grad_xs: list[Tensor | None] = []
         grad_ws: list[Tensor | None] = []
         for i, of in enumerate(plan.ranges):
             x, r, width = wide[i], stats[i][..., None], xs[i].shape[-1]
-            grad_x = of_normed[i] * r
-            _owned(grad_x, of, plan.head_dim).sub_(
-                _owned(x, of, plan.head_dim) * (r.pow(3) * (totals[i] / of.width)[..., None])
-            )
+            grad_x, owned_x = of_normed[i] * r, _owned(x, of, plan.head_dim)
+            _owned(grad_x, of, plan.head_dim).sub_(owned_x * (r.pow(3) * (totals[i] / of.width)[..., None]))
             grad_xs.append(grad_x.to(xs[i].dtype))
             if not ctx.needs_input_grad[2 + i]:
                 grad_ws.append(None)
                 continue
-            whole = torch.zeros(weights[i].shape, dtype=x.dtype, device=x.device)
-            at = of.first * plan.head_dim
-            whole[at : at + width] = (_wide(grads[i]) * x * r).sum((0, 1))
-            grad_ws.append(put_grad(plan.main_grads[i], ctx.params[i], whole))
+            grad_w, start = torch.zeros(weights[i].shape, dtype=x.dtype, device=x.device), of.first * plan.head_dim
+            grad_w[start : start + width] = (_wide(grads[i]) * x * r).sum((0, 1))
+            grad_ws.append(put_grad(plan.main_grads[i], ctx.params[i], grad_w))
         return *grad_xs, *grad_ws, None
 
 

@@ -35,7 +35,7 @@ class AllToAllGroup:
     def exchange_async(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
         """Start an exchange of flat ``send``, whose r-th run of ``send_counts[r]`` elements is for rank r.
 
-        Returns the handle of the parts from each rank, one after another; on a single rank of ``send`` itself.
+        Without ``overlap`` it is complete when this returns.
         """
         if self.size == 1:
             return done(send)
@@ -49,6 +49,5 @@ class AllToAllGroup:
         return Handle(None, handle.wait(), "all_to_all")
 
     def mark(self, label: str) -> None:
-        """Record that the computation named ``label`` begins, if there is a recorder."""
         if self.recorder is not None:
             self.recorder.mark(label)

@@ -47,10 +47,7 @@ def overridable(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Con
 
 
 class KeptResults:
-    """Results of the all-gathers of one forward pass, kept for its recomputation, which then communicates less.
-
-    Both passes must gather the same tensors in the same order. The recomputation may run in another thread.
-    """
+    """Results of all-gathers, kept for a recomputation that gathers the same tensors in the same order."""
 
     _current = threading.local()
 
@@ -68,11 +65,9 @@ class KeptResults:
             self._current.kept = before
 
     def recording(self) -> Any:
-        """Return a context manager for the forward pass, which records results."""
         return self._as_current(True)
 
     def replaying(self) -> Any:
-        """Return a context manager for the recomputation, which reuses them."""
         return self._as_current(False)
 
 
@@ -92,13 +87,13 @@ class _Mapped(torch.autograd.Function):
 
 @overridable
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Return ``x``; backward sums the gradients of all ranks."""
+    """Return ``x``; backward sums."""
     return x if group.size() == 1 else _Mapped.apply(x, lambda x: x.view_as(x), partial(_summed, group=group))
 
 
 @overridable
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' ``x``; backward passes the gradient through."""
+    """Return the sum of all ranks' ``x``."""
     return x if group.size() == 1 else _Mapped.apply(x, partial(_summed, group=group), lambda grad: grad)
 
 
@@ -132,32 +127,25 @@ def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
 @overridable
 def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part of a tensor that is the same on all ranks."""
-    if group.size() == 1:
-        return x
-    places = {"group": group, "dim": dim % x.ndim}
-    return _Mapped.apply(x, partial(_sliced, **places), partial(_gathered, **places))
+    dim = dim % x.ndim
+    there, back = partial(_sliced, group=group, dim=dim), partial(_gathered, group=group, dim=dim)
+    return x if group.size() == 1 else _Mapped.apply(x, there, back)
 
 
 @overridable
 def reduce_scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part of the sum of all ranks' ``x``."""
-    if group.size() == 1:
-        return x
-    places = {"group": group, "dim": dim % x.ndim}
-    return _Mapped.apply(x, partial(_scattered_sum, **places), partial(_gathered, **places))
+    dim = dim % x.ndim
+    there, back = partial(_scattered_sum, group=group, dim=dim), partial(_gathered, group=group, dim=dim)
+    return x if group.size() == 1 else _Mapped.apply(x, there, back)
 
 
 @overridable
 def all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     """Split ``x`` along ``split``, send one part to each rank, concatenate along ``join``; backward is the inverse."""
-    if group.size() == 1:
-        return x
     split, join = split % x.ndim, join % x.ndim
-    there, back = (
-        partial(_traded, group=group, split=split, join=join),
-        partial(_traded, group=group, split=join, join=split),
-    )
-    return _Mapped.apply(x, there, back)
+    there, back = (partial(_traded, group=group, split=a, join=b) for a, b in ((split, join), (join, split)))
+    return x if group.size() == 1 else _Mapped.apply(x, there, back)
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
