@@ -127,25 +127,31 @@ def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
 @overridable
 def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part of a tensor that is the same on all ranks."""
+    if group.size() == 1:
+        return x
     dim = dim % x.ndim
     there, back = partial(_sliced, group=group, dim=dim), partial(_gathered, group=group, dim=dim)
-    return x if group.size() == 1 else _Mapped.apply(x, there, back)
+    return _Mapped.apply(x, there, back)
 
 
 @overridable
 def reduce_scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part of the sum of all ranks' ``x``."""
+    if group.size() == 1:
+        return x
     dim = dim % x.ndim
     there, back = partial(_scattered_sum, group=group, dim=dim), partial(_gathered, group=group, dim=dim)
-    return x if group.size() == 1 else _Mapped.apply(x, there, back)
+    return _Mapped.apply(x, there, back)
 
 
 @overridable
 def all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     """Split ``x`` along ``split``, send one part to each rank, concatenate along ``join``; backward is the inverse."""
+    if group.size() == 1:
+        return x
     split, join = split % x.ndim, join % x.ndim
     there, back = (partial(_traded, group=group, split=a, join=b) for a, b in ((split, join), (join, split)))
-    return x if group.size() == 1 else _Mapped.apply(x, there, back)
+    return _Mapped.apply(x, there, back)
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
