@@ -33,9 +33,8 @@ class WaitError(RuntimeError):
 
 
 class Handle:
-    """Handle of a collective in flight: ``wait()`` makes the result visible to the current stream (CPU: this thread).
-
-    Neither the operand nor the result may be touched before; the handle keeps both alive, and warns if dropped.
+    """A collective in flight. Neither operand nor result may be touched before ``wait()``, which holds for the current
+    stream (CPU: this thread); the handle keeps both alive, and warns if dropped.
     """
 
     def __init__(
@@ -50,20 +49,15 @@ class Handle:
         self._reminder = None if work is None else _Reminder(name, result)
 
     def recorded(self, flight: CollectiveRecord | None) -> Handle:
-        """Attach a record that measures the wait for this collective (None: no recording), and return this handle."""
+        # by a record that measures the wait for it
         if flight is not None and self._work is not None:
             self._flight = flight
             flight.watch(self._work)
         return self
 
     def wait(self) -> Tensor:
-        """Wait for the collective and return its result.
-
-        Raises:
-            RuntimeError: called a second time, when the buffer may already have been reused.
-            WaitError: a message that is ``expected`` did not arrive.
-        """
-        if self.waited:
+        """Return the result; a ``WaitError`` if a message that is ``expected`` does not arrive."""
+        if self.waited:  # the buffer may already have been reused
             what = f"{self._name} of {tuple(self._result.shape)}"
             raise RuntimeError(f"wait() was called twice on {what}: keep its result instead")
         self.waited = True
@@ -119,16 +113,16 @@ class _Done(Handle):
 
 
 done: Callable[[Tensor], Handle] = _Done
-"""Return a handle whose result is already available."""
+"""Make a handle of a result that is there."""
 
 
 def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """Reduce ``x`` over the group, in place, and return it."""
+    """Reduce ``x`` in place."""
     return all_reduce_async(x, group, op).wait()
 
 
 def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Handle:
-    """Start reducing ``x`` over the group, in place."""
+    """Start reducing ``x`` in place."""
     if group.size() == 1:
         return _Done(x, "all_reduce")
     group = announced(group, f"all_reduce {op}", x)
@@ -137,10 +131,7 @@ def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] =
 
 
 def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
-    """Start concatenating the ``x`` of all ranks along dim 0, in rank order: [n, ...] -> [size * n, ...], into ``out``.
-
-    At group size 1 the result is ``x`` itself, and ``out`` stays untouched.
-    """
+    """Start concatenating all ranks' ``x``: [n, ...] -> [size * n, ...], into ``out``; at size 1 it is ``x`` itself."""
     size = group.size()
     if size == 1:
         return done(x)
@@ -152,11 +143,7 @@ def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Hand
 
 
 def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
-    """Start summing ``x`` over the ranks; rank r gets the r-th part: [size * n, ...] -> [n, ...], into ``out``.
-
-    Without NCCL the parts are exchanged and summed in rank order, in fp32 or wider: half the traffic of gloo's
-    all_reduce. At group size 1 the result is ``x`` itself, and ``out`` stays untouched.
-    """
+    """Start summing ``x``; rank r gets part r: [size * n, ...] -> [n, ...], into ``out``; at size 1 ``x`` itself."""
     size = group.size()
     if size == 1:
         return done(x)
@@ -168,6 +155,7 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
         result = x.new_empty(shape) if out is None else out
         work = _reduce_scatter(result, x, group=group, async_op=True) if x.numel() else None
         return Handle(work, result, "reduce_scatter", operand=x)
+    # parts are exchanged and summed in rank order, in fp32 or wider: half the traffic of gloo's all_reduce
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=group, async_op=True)
 
@@ -188,10 +176,7 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
 def all_to_all_async(
     send: Tensor, send_counts: Sequence[int], receive: Tensor, receive_counts: Sequence[int], group: Group
 ) -> Handle:
-    """Start an all-to-all: rank r gets the r-th segment of ``send``, and sends the r-th segment of ``receive``.
-
-    Both are flat; the counts are elements to and from each rank. At group size 1 the result is ``send`` itself.
-    """
+    """Start exchanging segments of flat tensors; counts: elements to and from each rank. At size 1 it is ``send``."""
     if group.size() == 1:
         return done(send)
     group = announced(group, "all_to_all", send, send=send_counts, receive=receive_counts)
@@ -200,17 +185,17 @@ def all_to_all_async(
 
 
 def send_async(x: Tensor, group: Group, target: int, what: str = "a message") -> Handle:
-    """Start sending ``x`` to a rank of the world that is in the group; ``what`` it is, for messages about a failure."""
+    """Start sending ``x`` to a rank of the world; ``what`` it is, for messages about a failure."""
     return Handle(dist.isend(x, dst=target, group=group), x, "send", expected=f"rank {target} to take {what}")
 
 
 def receive_async(into: Tensor, group: Group, source: int, what: str = "a message") -> Handle:
-    """Start receiving into a tensor, from a rank of the world that is in the group."""
+    """Start receiving from a rank of the world."""
     return Handle(dist.irecv(into, src=source, group=group), into, "receive", expected=f"{what} (rank {source})")
 
 
 def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
-    """Overwrite ``x`` with the ``x`` of the group's rank ``group_src``, and return it."""
+    """Overwrite ``x`` with that of the group's rank ``group_src``."""
     if group.size() > 1:
         group = announced(group, f"broadcast from {group_src}", x)
         dist.broadcast(x, group=group, group_src=group_src)
@@ -218,6 +203,6 @@ def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
 
 
 def barrier(group: Group) -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks of the group."""
     if group.size() > 1:
         dist.barrier(group=announced(group, "barrier"))

@@ -1,7 +1,6 @@
-"""The GPU of a process, and the check that it is nobody else's.
+"""The GPU of a process, and the check that it is nobody else's, before NCCL is asked, which would hang.
 
-With each process seeing one GPU alone, as device 0, a wrong setting, such as one CUDA_VISIBLE_DEVICES for all, shows
-only in the GPUs' identity. It is compared before NCCL is asked, which would hang or report an internal error.
+With each process seeing one GPU alone, as device 0, one CUDA_VISIBLE_DEVICES for all shows only in the GPUs' identity.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def gpu_of(local_rank: int) -> torch.device:
-    """Return this process's GPU: the only one that it sees, or the one of its local rank.
-
-    Raises:
-        ConfigError: it sees several, and its local rank is beyond them.
-    """
+    """Return this process's GPU: the only one that it sees, or the one of its local rank."""
     visible = torch.cuda.device_count()
     if visible == 1:
         return torch.device("cuda", 0)
@@ -35,7 +30,7 @@ def gpu_of(local_rank: int) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str:
-    """Return what tells a GPU from all others: its UUID, or else host and place on the bus; "" for a CPU."""
+    """Return a GPU's UUID, or else host and place on the bus; "" for a CPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -47,11 +42,7 @@ def identity_of(device: torch.device) -> str:
 
 
 def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str) -> None:
-    """Check that no two processes of the job use the same GPU, before any of them calls NCCL. Collective.
-
-    Raises:
-        ConfigError: two do; on every rank, with the same message.
-    """
+    """Refuse, on every rank with the same message, that two processes use one GPU. Collective."""
     if identity:
         owner = store.compare_set(f"gpu/{identity}", "", str(rank)).decode()
         if owner != str(rank):
@@ -68,7 +59,7 @@ def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str
 
 
 def available_backends() -> dict[str, bool]:
-    """Return ``{"gloo": bool, "nccl": bool}``."""
+    """Return which of gloo and nccl this torch has."""
     if not dist.is_available():
         return {"gloo": False, "nccl": False}
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

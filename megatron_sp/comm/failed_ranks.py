@@ -40,11 +40,11 @@ _POLL_S = 0.05
 class Peers:
     """Host and process of every rank, exchanged once at the start."""
 
-    hosts: list[str]  # host names, for messages
-    pids: list[int]  # process ids
+    hosts: list[str]  # names for messages
+    pids: list[int]
     machines: list[str]  # identifiers of the hosts
-    stacks: list[int] = field(default_factory=list)  # file descriptors to pass to ``take_stack``
-    rank: int = 0  # rank of this process
+    stacks: list[int] = field(default_factory=list)  # file descriptors for ``take_stack``
+    rank: int = 0
     # number of restarts of the job; the maximum over the ranks, since a host that came back starts counting anew
     attempt: int = 0
     store: dist.Store | None = None  # a store that all ranks can reach; None: no roll call
@@ -71,7 +71,7 @@ class Peers:
         return [r for r in self._here() if is_stopped(self.pids[r])]
 
     def explain(self, error: BaseException, folder: Path | None = None, place: str = "") -> str:
-        """Return a message that names the rank that died, was stopped or did not answer; stacks go into ``folder``."""
+        """Name the rank that died, was stopped or did not answer; its stacks go into ``folder``."""
         stopped = self.stopped_here()
         dead = [] if stopped else self.dead_here()
         known = f"{self._name(dead[0])} died" if dead else ""
@@ -162,12 +162,12 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text (at most 200 characters), or its type if it has no text."""
+    """Return the first line of an error's text, or its type."""
     return next((line[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def offer_stack() -> int:
-    """Let other ranks of this host read this process's stack; return the file descriptor, -1 if unsupported."""
+    """Let ranks of this host read this process's stack by the file descriptor returned, -1 if unsupported."""
     number = _signal()
     if not number or not hasattr(os, "memfd_create"):
         return _NONE
@@ -178,7 +178,7 @@ def offer_stack() -> int:
 
 
 def take_stack(pid: int, descriptor: int) -> str:
-    """Return the stack of another process of this host; "" if it is unavailable. A stopped process is resumed."""
+    """Return the stack of a process of this host, which is resumed if it was stopped; "" if there is none to be had."""
     number = _signal()
     if not number or descriptor == _NONE:
         return ""
@@ -195,7 +195,7 @@ def take_stack(pid: int, descriptor: int) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    # one sent to a stopped process may go to any thread, even one without a Python stack
+    # ``kill`` to a stopped process may reach any thread, even one without a Python stack
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
     if tgkill is None or tgkill(pid, pid, number) != 0:
         os.kill(pid, number)
@@ -203,7 +203,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 def _settled(file: BinaryIO) -> str:
     deadline, size = time.monotonic() + _PATIENCE_S, 0
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline:  # until no more is written
         time.sleep(0.05)
         last, size = size, os.fstat(file.fileno()).st_size
         if 0 < last == size:

@@ -6,6 +6,8 @@ Axes from slowest to fastest varying: pp, dp, cp, sp, tp: neighbouring ranks get
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,12 +20,12 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_sp.comm.devices import identity_of, require_own_gpu
-from megatron_sp.comm.rendezvous import fresh_store
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.launch import Launch
+from megatron_sp.utils.launch import Address, Launch
 
 Group = dist.ProcessGroup
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
+_POLL_S = 0.02
 
 
 class _Alone:
@@ -43,12 +45,7 @@ def announced(
 ) -> Group:
     """Return torch's process group behind ``group``; for a checked one, once all its ranks announced the same call.
 
-    Args:
-        x: operand, whose shape and dtype must be the same on all ranks (only the dtype if counts are given).
-        send, receive: elements to and from each rank.
-    Raises:
-        DivergenceError: the ranks are about to call different collectives.
-        PeerError: a rank has died or has not called in time.
+    ``x``: the operand; ``send``, ``receive``: elements to and from each rank, if they may differ between ranks.
     """
     announce = getattr(group, "announce", None)
     if announce is not None:  # a CheckedGroup, whose module only --check-collectives imports
@@ -70,8 +67,7 @@ def world_group() -> Group:
 class NcclOptions:
     """Settings of the NCCL communicators of sp, cp and dp; without effect on gloo."""
 
-    # CTAs that an exchange around or inside attention (sp, cp) takes at most; None: NCCL decides
-    sp_ctas: int | None = None
+    sp_ctas: int | None = None  # CTAs that an exchange of sp or cp takes at most; None: NCCL decides
     dp_ctas: int | None = None  # the same for gradients and parameters
     cta_policy: str = "default"  # default, efficiency or zero; the last two need NCCL 2.27 and 2.28
 
@@ -102,7 +98,7 @@ _AS_NCCL_DECIDES = NcclOptions()
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a layout, with this rank's place in each."""
+    """The process groups of a layout."""
 
     mesh: DeviceMesh  # with axes (pp, dp, cp, sp, tp)
     pp: Group
@@ -124,11 +120,8 @@ class ParallelGroups:
         timeout: timedelta | None = None, check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES,
         control: Group | None = None,
     ) -> ParallelGroups:  # fmt: skip
-        """Build the groups; the default process group must be initialised.
+        """Build the groups, after ``init_process_group``; ``control``: that of another layout of the same ranks.
 
-        Args:
-            timeout: of the control group, and of the comparison of calls (``check``).
-            control: the control group of another layout of the same ranks; None: one is made.
         Raises:
             ConfigError: NCCL here does not know a setting.
             ValueError: the sizes do not divide the world size.
@@ -244,11 +237,7 @@ class ExpertGroups:
 
 
 def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check: bool = False) -> ExpertGroups:
-    """Make the groups of experts over dp, cp and sp, with ``over_tp`` over tp, too. Collective over all ranks.
-
-    Raises:
-        ValueError: ep_size does not divide the number of ranks on these axes.
-    """
+    """Make the groups of experts over dp, cp and sp, with ``over_tp`` over tp, too. Collective over all ranks."""
     ranks, device = groups.mesh.mesh, groups.device  # [pp, dp, cp, sp, tp]
     pp_size, dp_size, tp_size = ranks.shape[0], ranks.shape[1], ranks.shape[-1]
     if over_tp:
@@ -310,7 +299,7 @@ def groups_of_pairs(pairs: Collection[tuple[int, int]]) -> dict[tuple[int, int],
 
 
 def pipes(mesh: DeviceMesh, pairs: Collection[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], Group]:
-    """Return a group for each pair of pipeline ranks (source, target) that this rank is one of. Collective over all."""
+    """Return a group for each pair (source, target) of pipeline ranks with this one. Collective over all ranks."""
     colours = groups_of_pairs(pairs)
     lines = mesh.mesh.flatten(1).t().tolist()  # ranks of each pipeline
     # in each group a rank has one neighbour and one direction: on NCCL a group can be a single stream, in which a
@@ -346,13 +335,7 @@ def _options(size: int, device: torch.device, urgent: bool, fields: dict[str, in
 
 
 def init_process_group(launch: Launch, device: torch.device, backend: str, timeout: timedelta) -> None:
-    """Initialize torch.distributed. A world of one needs no launcher and no port.
-
-    Args:
-        backend: auto, nccl or gloo.
-    Raises:
-        ConfigError: two processes use the same GPU.
-    """
+    """Initialize torch.distributed with ``backend`` auto, nccl or gloo; one process needs no launcher and no port."""
     chosen = backend if backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
     if launch.world_size == 1:
         store: dist.Store = dist.HashStore()
@@ -366,11 +349,50 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id)
 
 
+def fresh_store(address: Address, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the store at an address, the launcher's or rank 0's, under a prefix that no earlier attempt has used."""
+    # torchrun keeps one store for all attempts (pytorch #135712): gloo would find addresses of processes that died in
+    # the one before, and hang. So each rank stores a new random token under its name, and rank 0 answers every token
+    # that it sees with a fresh prefix, under a key that contains the token
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # torch counts arrivals over all attempts, which may never be a multiple of this one's size: do not wait for them
+    store = dist.TCPStore(
+        *address, world_size, is_master=rank == 0 and not shared, timeout=timeout, multi_tenant=True,
+        wait_for_workers=False,
+    )  # fmt: skip
+    space = dist.PrefixStore("megatron_sp", store)
+    prefix = _offer_prefix(space, world_size, timeout) if rank == 0 else _accept_prefix(space, rank)
+    return dist.PrefixStore(prefix, store)
+
+
+def _offer_prefix(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    prefix, waiting = uuid.uuid4().hex, list(range(1, world_size))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while waiting:
+        for rank in waiting:  # again and again: the token that was there may be that of an earlier attempt
+            if store.check([f"hello/{rank}"]):
+                store.set(f"answer/{store.get(f'hello/{rank}').decode()}", prefix)
+        waiting = [rank for rank in waiting if not store.check([f"confirmed/{prefix}/{rank}"])]
+        if waiting and time.monotonic() > deadline:
+            late = f"ranks {waiting[:8]} of {world_size}"
+            raise RuntimeError(f"timed out: {late} did not join within {timeout.total_seconds():.0f} s")
+        time.sleep(_POLL_S if waiting else 0)
+    return prefix
+
+
+def _accept_prefix(store: dist.Store, rank: int) -> str:
+    token = uuid.uuid4().hex
+    store.set(f"hello/{rank}", token)
+    prefix = store.get(f"answer/{token}").decode()  # waits
+    store.set(f"confirmed/{prefix}/{rank}", "1")
+    return prefix
+
+
 def background_group(world_size: int, timeout: timedelta) -> Group | None:
     """Return a gloo group of all ranks for a background thread; None for one process. Collective."""
     if world_size == 1:
         return None
-    # of its own: collectives of another thread must not mix with training's
+    # collectives of another thread must not mix with training's
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert control is not None
     return control

@@ -26,10 +26,7 @@ class Call:
 
 
 class Work:
-    """A collective, or a message: nobody knows when the other rank takes it, so what is sent stays until the wait.
-
-    ``on_wait`` is called when it is waited for.
-    """
+    """A collective that is complete, or a message, which no one knows to be: what is sent stays until the wait."""
 
     def __init__(self, is_message: bool = False, on_wait: Callable[[], None] | None = None) -> None:
         self._is_message, self._on_wait = is_message, on_wait
@@ -56,8 +53,7 @@ def join_nobody(
 ) -> None:  # fmt: skip
     """Be a rank of such a job until ``undo`` is closed; there must be no process group yet.
 
-    ``tell`` is called with each collective: operation, group, operand, and the bytes that this rank sends; it returns
-    what to call when the collective is waited for.
+    ``tell(op, group, operand, bytes sent)`` is called for each collective, and returns what to call at its wait.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -69,7 +65,7 @@ def join_nobody(
 def count_collectives(
     undo: ExitStack, backend: str, tell: Callable[[str, Any, Tensor, int], Callable[[], None]]
 ) -> None:
-    """Let collectives do nothing but ``tell`` (``join_nobody``) until ``undo`` is closed; groups have size and rank."""
+    """Let collectives do nothing but ``tell`` until ``undo`` is closed; groups need a size and a rank."""
 
     def sent(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
         return Work(op == "send", tell(op, group, x, num_bytes))
@@ -91,8 +87,7 @@ def count_collectives(
 
     def all_to_all(
         out: Tensor, x: Tensor, receive: Sequence[int] | None = None, send: Sequence[int] | None = None,
-        group: Any = None,
-        async_op: bool = False,
+        group: Any = None, async_op: bool = False,
     ) -> Work:  # fmt: skip
         if not send:  # equal parts: a reduce_scatter of gloo
             return reduce_scatter(out, x, group=group)

@@ -1,7 +1,6 @@
 """Exchange of small Python values between ranks as JSON; one rank's failure raised on all, instead of a hang.
 
-torch's object collectives use pickle, which executes whatever the sender put into it. ``group=None`` means a single
-process: the value still goes through JSON.
+torch's object collectives use pickle, which executes whatever the sender put into it. ``group=None`` is one process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_sp.utils.errors import ReportedError
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, in rank order, on every rank of a group that supports CPU tensors. Collective."""
+    """Return the values of all ranks, in rank order, on every rank. Collective."""
     encoded = _encode(value)
     if group is None:
         return [_decode(encoded)]
@@ -38,7 +37,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None, src: int = 0) -> Any:
-    """Return the value of the group's rank ``src`` on every rank; the values of the others are ignored. Collective."""
+    """Return the value of the group's rank ``src`` on every rank. Collective."""
     if group is None:
         return _decode(_encode(value))
     if group.size() > 1:
@@ -62,17 +61,12 @@ def _decode(data: Tensor) -> Any:
 
 
 class RemoteError(ReportedError):
-    """Failure of another rank, with its message and exit code."""
+    """Another rank failed; its message and exit code."""
 
 
 @contextmanager
 def all_ranks_agree(group: Group) -> Iterator[None]:
-    """Make a block fail on all ranks of ``group`` if it fails on any. Collective.
-
-    Raises:
-        ReportedError: this rank's own error if it is the lowest rank that failed, else a ``RemoteError``.
-        Exception: a bug of ours keeps its type and traceback on the rank that raised it.
-    """
+    """Make a block fail on all ranks if it fails on any: with their own error or a ``RemoteError``. Collective."""
     failure: Exception | None = None
     try:
         yield
@@ -87,6 +81,7 @@ def all_ranks_agree(group: Group) -> Iterator[None]:
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
         return
+    # the lowest rank that failed speaks for all; a bug of ours keeps its type and traceback where it was raised
     if failure is not None and (failed[0] == group.rank() or not isinstance(failure, ReportedError)):
         raise failure
     message, exit_code = reports[failed[0]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -25,23 +26,20 @@ WAIT = "wait"
 
 
 class Clock(Protocol):
-    """Clock of the stream that computes."""
+    """Clock of the stream that computes: ``now`` does not wait, ``seconds`` may be asked after ``settle``."""
 
-    def now(self) -> Moment:
-        """Return the current moment, without synchronizing."""
+    def now(self) -> Moment: ...
 
-    def settle(self) -> None:
-        """Wait until all moments recorded so far have passed."""
+    def settle(self) -> None: ...
 
-    def seconds(self, begin: Moment, end: Moment) -> float:
-        """Return the seconds between two moments; only after ``settle``."""
+    def seconds(self, begin: Moment, end: Moment) -> float: ...
 
     def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None:
         """Call ``tell`` with the moment at which a collective ends, if it is known; a lane keeps its order."""
 
 
 class WallClock:
-    """Clock of the host, for collectives on CPU tensors."""
+    """Clock of the host."""
 
     def now(self) -> Moment:
         return time.perf_counter()
@@ -61,7 +59,7 @@ class WallClock:
 
 
 class CudaClock:
-    """Clock made of CUDA events on the current stream of a GPU."""
+    """Clock of CUDA events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,9 +77,8 @@ class CudaClock:
         return float(begin.elapsed_time(end)) / 1e3
 
     def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None:
-        # flights of one group end in the order in which they began, so one stream for each group can wait for them, one
-        # after another. With this wait torch forgets the tensors: the handle keeps them until the compute stream has
-        # waited too.
+        # flights of a group end in the order in which they began, so one stream for each group can wait for them. With
+        # this wait torch forgets the tensors: the handle keeps them until the compute stream has waited too
         if lane not in self._watchers:
             self._watchers[lane] = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._watchers[lane]):
@@ -90,36 +87,33 @@ class CudaClock:
 
 
 class Collective(NamedTuple):
-    """Description of a collective, sufficient to run one of the same size again."""
+    """A collective, described so that one of the same size can be run again."""
 
-    axis: Axis  # axis of its group
+    axis: Axis
     op: str  # all_to_all, all_reduce, all_gather or reduce_scatter; between stages send or receive
-    sends: tuple[int, ...]  # number of elements of the input; for an all_to_all, to each rank; none for a receive
-    receives: tuple[int, ...]  # number of elements of the output; for an all_to_all, from each rank; none for a send
+    sends: tuple[int, ...]  # elements of the input; of an all_to_all, to each rank; of a receive none
+    receives: tuple[int, ...]  # elements of the output; of an all_to_all, from each rank; of a send none
     dtype: str  # torch's name, such as float32
     pipe: Pipe | None = None  # source and target of a message; None for a collective
 
 
 @dataclass
 class CollectiveRecord:
-    """A collective of the recorded step, and when it was started, waited for and complete."""
+    """A collective of the recorded step: when it was started, waited for and complete."""
 
     recorder: Recorder
     what: Collective
     name: str  # what it transfers; of a message the action that made it
     layer: int | None  # index of its block; None for embedding or head; of a message the stage that made it
     direction: Direction
-    began: Moment  # when it was started
-    ended: Moment | None = None  # when its result was available; None if unknown
+    began: Moment
+    ended: Moment | None = None  # None: not known
     waits: tuple[Moment, Moment] | None = None  # begin and end of the wait for it; None if nobody has waited
 
     def watch(self, work: dist.Work) -> None:
         # once the collective has been started
         self.recorder.flights.append(self)
-        self.recorder.clock.when_done(work, self.what.pipe or self.what.axis, self._end)
-
-    def _end(self, moment: Moment) -> None:
-        self.ended = moment
+        self.recorder.clock.when_done(work, self.what.pipe or self.what.axis, partial(setattr, self, "ended"))
 
     def wait(self, work: dist.Work) -> None:
         recorder, computing = self.recorder, self.recorder.marks[-1]
@@ -132,7 +126,7 @@ class CollectiveRecord:
 
 
 class Mark(NamedTuple):
-    """A moment from which this rank computes something else, or waits."""
+    """From here on this rank computes something else, or waits."""
 
     at: Moment
     label: str
@@ -153,7 +147,7 @@ class CallSite:
     def start(
         self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> CollectiveRecord | None:
-        """Return a new record, or None while nothing is recorded, right before a collective is started."""
+        # a new record right before a collective is started; None while nothing is recorded
         recorder = self.recorder
         if not recorder.recording:
             return None
@@ -177,7 +171,7 @@ class Span(NamedTuple):
 
 
 class CollectiveTimes(NamedTuple):
-    """Times of a collective, in seconds after the start of the step."""
+    """A collective, in seconds after the start of the step."""
 
     what: Collective
     name: str
@@ -190,17 +184,17 @@ class CollectiveTimes(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """Times of one step, in seconds after its start."""
+    """One step, in seconds after its start."""
 
-    seconds: float  # its duration
-    spans: list[Span] = field(default_factory=list)  # its computations and waits, without gaps
-    flights: list[CollectiveTimes] = field(default_factory=list)  # its collectives and messages
+    seconds: float
+    spans: list[Span] = field(default_factory=list)  # computations and waits, without gaps
+    flights: list[CollectiveTimes] = field(default_factory=list)  # collectives and messages
     # with a pipeline, the actions of its schedule as (action, begin, end)
     actions: list[tuple[Any, float, float]] = field(default_factory=list)
 
 
 class Recorder:
-    """Recorder of the computations and collectives of some steps."""
+    """Computations and collectives of some steps."""
 
     def __init__(self, clock: Clock, num_steps: int) -> None:
         self.clock, self.num_steps = clock, num_steps
@@ -235,7 +229,7 @@ class Recorder:
             self.mark("other", None)
 
     def end_step(self) -> None:
-        """Finish the step's record. Synchronizes with the device."""
+        # waits for the device
         if not self.recording:
             return
         self.recording = False

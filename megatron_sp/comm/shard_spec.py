@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class Sum(NamedTuple):
-    """Local rows whose gradient must be summed over the tp ranks that hold the same rows."""
+    """Local rows whose gradient is summed over the tp ranks that hold the same rows."""
 
     start: int
     length: int
-    slot: int  # index of this set of rows among the ``num_slots`` different ones in the tp group
+    slot: int  # index of this set of rows among the ``num_slots`` different ones of the tp group
     num_slots: int
 
 
@@ -31,15 +31,13 @@ class ShardSpec:
     dim: int  # the dim that is split
     runs: tuple[tuple[int, int], ...]  # (start in the whole, length), in local order; local rows after them are padding
     sums: tuple[Sum, ...] = ()  # rows whose gradients must be summed
-    # (local start, length) of the rows this rank adds to the gradient norm: every element of the whole on exactly one
-    # rank
+    # (local start, length) of rows that this rank adds to the gradient norm: each element of the whole on just one rank
     counted: tuple[tuple[int, int], ...] = ()
-    # leading dims that number parameters of their own, such as those of experts: 1 for a stack of matrices or of biases
-    stacked: int = 0
+    stacked: int = 0  # leading dims that number parameters of their own, such as those of experts
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], tp_rank: int, tp_size: int, *, summed: bool = False) -> ShardSpec:
-        """Describe a parameter that every rank holds in full; ``summed``: used on a share of the positions or heads."""
+        """Describe a parameter that all ranks hold; ``summed``: each uses it on a share of positions or heads."""
         rows = shape[0] if shape else 1
         all_rows = ((0, rows),)
         sums = (Sum(0, rows, 0, 1),) if summed and tp_size > 1 else ()
@@ -52,7 +50,7 @@ class ShardSpec:
         return cls(tuple(shape), dim, kept, (), ((0, sum(length for _, length in kept)),))
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's part (without padding) of the whole tensor; a view if it is one run."""
+        """Return this rank's part, without padding; a view if it is one run."""
         assert tuple(whole.shape) == self.shape, f"{tuple(whole.shape)} is not {self.shape}"
         if not self.shape:
             return whole
@@ -72,7 +70,7 @@ class ShardSpec:
             at += length
 
     def pieces_of(self, offsets: tuple[int, ...], block: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield the same for the overlap of each run with ``block``, a rectangle at ``offsets`` in the local part."""
+        """Yield the same for the runs of ``block``, a rectangle at ``offsets`` in the local part."""
         if not self.shape:
             yield (), block
             return

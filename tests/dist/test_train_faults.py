@@ -20,7 +20,7 @@ from support.training import KILLED, assert_same_run, records, saved_steps, stat
 from support.waiting import NEVER_MINUTES, wait_until
 
 from megatron_sp.checkpoint import commit
-from megatron_sp.comm import rendezvous
+from megatron_sp.comm import groups
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import run as parts
 from megatron_sp.training import setup
@@ -343,8 +343,8 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     def setup(rank: int) -> None:
         if rank == 1:
             os._exit(1)
-        offer = rendezvous._offer_prefix
-        rendezvous._offer_prefix = lambda store, world_size, _: offer(store, world_size, timedelta(seconds=0.3))
+        offer = groups._offer_prefix
+        groups._offer_prefix = lambda store, world_size, _: offer(store, world_size, timedelta(seconds=0.3))
 
     outcome = train(tmp_path, *NEVER, ranks=2, setup=setup)
     assert outcome.codes == [7, 1] and "error: " in outcome.texts[0] and "Traceback" not in outcome.texts[0], outcome.text

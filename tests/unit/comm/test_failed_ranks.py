@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
-from megatron_sp.comm import failed_ranks, rendezvous
+from megatron_sp.comm import failed_ranks, groups
 from megatron_sp.comm.collectives import WaitError
 from megatron_sp.comm.failed_ranks import Peers, first_line, is_peer_failure, offer_stack, take_stack
-from megatron_sp.comm.rendezvous import fresh_store
+from megatron_sp.comm.groups import fresh_store
 from megatron_sp.utils.host import is_stopped, machine
 
 LONG = timedelta(seconds=PATIENCE_S)
@@ -72,14 +72,14 @@ def test_an_attempt_in_which_a_rank_died_half_way(store: dist.TCPStore) -> None:
 
 
 def test_a_rank_that_does_not_come(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    offer, accept, soon = rendezvous._offer_prefix, rendezvous._accept_prefix, timedelta(seconds=0.2)
+    offer, accept, soon = groups._offer_prefix, groups._accept_prefix, timedelta(seconds=0.2)
 
     def accept_soon(own: dist.Store, rank: int) -> str:
         own.set_timeout(soon)
         return accept(own, rank)
 
-    monkeypatch.setattr(rendezvous, "_offer_prefix", lambda own, world_size, _: offer(own, world_size, soon))
-    monkeypatch.setattr(rendezvous, "_accept_prefix", accept_soon)
+    monkeypatch.setattr(groups, "_offer_prefix", lambda own, world_size, _: offer(own, world_size, soon))
+    monkeypatch.setattr(groups, "_accept_prefix", accept_soon)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] of 3 did not join within 0 s") as caught:
         at(store, 0, 3)
     assert is_peer_failure(caught.value)
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_come(store: dist.TCPStore, monkeypatch: pytest.Mon
 
 def test_a_world_of_one_waits_for_nobody(store: dist.TCPStore) -> None:
     at(store, 0, 1).set("k", "v")
-    assert rendezvous._POLL_S < 1
+    assert groups._POLL_S < 1
 
 
 # Peers
