@@ -1,13 +1,10 @@
-"""Flat buffers: parameters, gradients and optimizer state of a unit in one tensor each, full or sharded
-(arXiv:1910.02054).
+"""Flat buffers: parameters, gradients and optimizer state of a unit in one tensor each (ZeRO, arXiv:1910.02054).
 
-One collective, one norm and one fused kernel handle a whole unit: its parameters and gradients are views of two
-buffers.
+One collective, one norm and one fused kernel handle a whole unit: parameters and gradients are views of two buffers.
 
     stage 0   every rank has everything
     stage 1   master weights and optimizer state: this rank's range; parameters and, until reduced, gradients: full
-    stage 2   the same; gradients are reduced to the ranges in every micro-batch, so that few units have full ones at
-    a time
+    stage 2   the same; gradients are reduced to the ranges in every micro-batch, so that few units have full ones
     stage 3   parameters too: a rank keeps its range; ``optim/weights.py`` gathers a unit for as long as it is used
 """
 
@@ -32,15 +29,14 @@ _ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds elements afte
 
 @dataclass(frozen=True)
 class Zero:
-    """ZeRO stage, 0 to 3, and the group over which units are sharded: its rank r keeps the r-th range of every unit."""
+    """ZeRO stage, 0 to 3, and the group whose rank r keeps the r-th range of every unit."""
 
     stage: int = 0
     group: Group = field(default=SINGLE_RANK)
 
     def of(self, alike: str) -> Zero:
-        """Return the sharding of a unit, by its ``Unit.alike``."""
-        # "whole" are a table that the ends of a pipeline use at different times, so that a gather in every micro-batch
-        # would have one of them wait for the other, and small parameters of all blocks
+        # of a unit, by its ``Unit.alike``. "whole" are small parameters of all blocks, and a table that the ends of a
+        # pipeline use at different times: a gather in every micro-batch would have one of them wait for the other
         return replace(self, stage=min(self.stage, 1)) if alike == "whole" else self
 
 
@@ -49,7 +45,7 @@ NOT_SHARDED = Zero()
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of a parameter in the flat buffers of its unit: elements ``start`` to ``stop``."""
+    """A parameter's elements, ``start`` to ``stop``, in the flat buffers of its unit."""
 
     name: str
     param: nn.Parameter
@@ -62,17 +58,6 @@ class Slot:
     def view(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.stop].view(self.shape)
 
-    def counted(self) -> Iterator[range]:
-        # the elements that this tp rank adds to a sum over tp ranks: each counts on one rank
-        if not self.shape:
-            yield range(self.start, self.stop if self.spec.counted else self.start)
-            return
-        row = self.shape[1:].numel()
-        for first, length in self.spec.counted:
-            # along another dim than the first it is always all of it
-            begin, size = (first * row, length * row) if self.spec.dim == 0 else (0, self.shape.numel())
-            yield range(self.start + begin, self.start + begin + size)
-
 
 def is_decayed(param: Tensor, spec: ShardSpec | None = None) -> bool:
     """Return whether a parameter has weight decay: matrices do, biases and norm weights do not, stacked or not."""
@@ -80,7 +65,7 @@ def is_decayed(param: Tensor, spec: ShardSpec | None = None) -> bool:
 
 
 class FlatLayout:
-    """Layout of the parameters in a flat buffer."""
+    """Places of parameters in a flat buffer: those with weight decay first, each aligned, padded to equal ranges."""
 
     def __init__(
         self, params: list[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec], zero: Zero, dtype: torch.dtype
@@ -107,7 +92,7 @@ class FlatLayout:
 
         self.padding: list[range] = []
         self._runs: list[int] = []  # lengths of padding and parameters, as they follow each other
-        self._places: list[int] = []  # of the parameters among them
+        self._places: list[int] = []  # indices of the parameters among them
         starts, stops = [*(slot.start for slot in self.slots), self.numel], [0, *(slot.stop for slot in self.slots)]
         for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             if start > stop:
@@ -145,7 +130,7 @@ class FlatLayout:
 
 
 class KeptGrads(NamedTuple):
-    """Buffers of a unit's gradients."""
+    """A unit's gradient buffers: a captured graph writes into them in every step."""
 
     grads: Tensor | None
     views: dict[int, Tensor]
@@ -153,14 +138,10 @@ class KeptGrads(NamedTuple):
 
 
 class FlatUnit:
-    """Flat buffers of one unit.
+    """Flat buffers of one unit: parameters, gradients, and the master weights that the optimizer updates.
 
-    Frozen parameters (``requires_grad`` False) have no gradient and no state. They stay outside the buffers; only at
-    stage 3 they are sharded too, in a buffer of their own.
-
-    Args:
-        specs: tensor-parallel placement of the parameters, by name; a parameter without one is not split.
-        offload: keep master weights in host memory (``optim/offload.py``).
+    Frozen parameters stay outside; only at stage 3 they are sharded too, in a buffer of their own. A parameter without
+    a spec is not split over tp; with ``offload`` master weights are in host memory (``optim/offload.py``).
     """
 
     def __init__(
@@ -173,7 +154,8 @@ class FlatUnit:
         first = trainable or held
         like = first[0][1] if first else torch.empty(0)  # a frozen unit has buffers of length 0
         self.dtype, self.device = like.dtype, like.device
-        for param_name, param in trainable:
+        sharded = held if zero.stage == 3 else trainable
+        for param_name, param in sharded:
             assert param.dtype == self.dtype, f"{param_name} is {param.dtype}, the unit {self.dtype}"
         self.is_16_bit = self.dtype in (torch.bfloat16, torch.float16)
         self.grad_dtype = wide = torch.float32 if self.is_16_bit else self.dtype
@@ -187,10 +169,7 @@ class FlatUnit:
         self.frozen: FlatLayout | None = None
         self.local_frozen: Tensor | None = None
         if zero.stage == 3 and len(trainable) < len(held):
-            frozen = [(n, p) for n, p in held if not p.requires_grad]
-            for param_name, param in frozen:
-                assert param.dtype == self.dtype, f"{param_name} is {param.dtype}, the unit {self.dtype}"
-            self.frozen = FlatLayout(frozen, specs, zero, self.dtype)
+            self.frozen = FlatLayout([(n, p) for n, p in held if not p.requires_grad], specs, zero, self.dtype)
             _, self.local_frozen = self._keep(self.frozen, like)
         for slot in self.slots:
             if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
@@ -250,11 +229,10 @@ class FlatUnit:
             self._grad_shard.add_(reduced)
 
     def kept_grads(self) -> KeptGrads:
-        # for ``put_grads``: a captured graph writes into them in every step
         return KeptGrads(self._grads, self.grad_views, self._grad_shard)
 
     def put_grads(self, kept: KeptGrads | None = None) -> None:
-        """Take back buffers, with what has been written into them since; without an argument free them."""
+        # take back buffers, with what has been written into them since, or free them
         self._grads, self.grad_views, self._grad_shard = kept or (None, {}, None)
 
     def gathered(self, flat: Tensor) -> Tensor:
@@ -262,9 +240,13 @@ class FlatUnit:
         return all_gather_async(flat, self.zero.group).wait() if self.zero.stage > 0 else flat
 
     def counted(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield (slot, part of ``flat``) to add to a sum over all ranks, in which each element must count once."""
+        """Yield (slot, part of ``flat``) to add to a sum over all ranks, in which each element counts on one rank."""
         for slot in self.slots:
-            for elements in slot.counted():
+            row = slot.shape[1:].numel()
+            for first, length in slot.spec.counted:
+                elements = range(slot.start, slot.stop)
+                if slot.shape and slot.spec.dim == 0:  # along another dim it is always all of it
+                    elements = elements[first * row : (first + length) * row]
                 part = within(elements, self.shard)
                 if part:
                     yield slot, flat[part.start : part.stop]
@@ -276,26 +258,20 @@ class FlatUnit:
 
 
 def refresh_params(units: Sequence[FlatUnit]) -> None:
-    """Copy units' master weights, rounded, into this rank's ranges of 16-bit parameters, in one launch."""
+    """Round master weights into this rank's ranges of 16-bit parameters, in one launch."""
     rounded = [unit for unit in units if unit.is_16_bit]
     if rounded:
         torch._foreach_copy_([unit.local_params for unit in rounded], [unit.master for unit in rounded])
 
 
 def within(elements: range, shard: range) -> range:
-    """Return the intersection of the two ranges, relative to the start of ``shard``."""
+    """Intersect the two ranges, relative to the start of ``shard``."""
     start, stop = max(elements.start, shard.start), min(elements.stop, shard.stop)
     return range(start - shard.start, max(start, stop) - shard.start)
 
 
 def squared_norm(*parts: Tensor) -> Tensor:
-    """Return the sum of squares of flat tensors as an fp64 scalar, accurate to about 1e-7 for fp32 input.
-
-    fp32 elements beyond 1e17 may give infinity: gradients that large count as non-finite.
-
-    Raises:
-        ValueError: there is no tensor.
-    """
+    """Sum the squares of flat tensors: an fp64 scalar, accurate to 1e-7; fp32 beyond 1e17 may give infinity."""
     if not parts:
         raise ValueError("a sum of squares needs at least one tensor, which says on which device it is")
     if is_fused(parts[0]):

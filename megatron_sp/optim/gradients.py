@@ -30,10 +30,9 @@ _IN_FLIGHT = 2  # units whose whole gradients exist while they are reduced to ra
 
 
 class FlatGradients:
-    """Main gradients of one model (implements ``ops.main_grad.MainGrad``): ops ``reserve`` views and write into them.
+    """Main gradients of one model (``ops.main_grad.MainGrad``): ops ``reserve`` views and write into them.
 
     Args:
-        group: over which gradients are summed, and sharded from stage 1 on.
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
         host: receives reduced gradients at once (``--offload-optimizer``).
         own_groups: groups of units, by index, that are replicated on other ranks than those of ``group``.
@@ -89,11 +88,11 @@ class FlatGradients:
                 slot.param.grad = None
 
     def last_micro_batch(self, units: Collection[int] | None = None) -> None:
-        """Announce that the next gradients of units (None: all) are the step's last: reduce them when complete."""
+        """Announce that the next gradients of units (None: all) are the step's last."""
         self._completing.update(range(len(self.units)) if units is None else units)
 
     def put_off(self, key: Hashable = None, units: Collection[int] = ()) -> None:
-        """Keep what writes the gradients of ``units`` for ``catch_up(key)``, from now on; without a key nothing."""
+        """From now on keep what writes the gradients of ``units`` for ``catch_up(key)``; without a key nothing."""
         self._put_off = key, units
         self.defers = key is not None or bool(self._delays)
         if key is not None:
@@ -119,7 +118,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def catch_up(self, key: Hashable) -> None:
-        """Write what was put off under ``key``, in the order in which it came, and complete the units."""
+        """Write what was put off under ``key``, in its order, and complete the units."""
         kept = self._kept.pop(key)
         to_come = Counter(index for index, _ in kept)  # a block and its experts come in turn
         kept.reverse()
@@ -167,7 +166,7 @@ class FlatGradients:
         self._sums.clear()
 
     def unit_done(self, index: int) -> None:
-        """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
+        """Report that a unit's gradients of this micro-batch are complete; may start their reduction."""
         if self._delayed:
             self.cover()
         if self._sums:
@@ -181,7 +180,7 @@ class FlatGradients:
             self._reduce(index)
 
     def finish_micro_batch(self, units: Collection[int] | None = None) -> None:
-        """Start the reduction of units (None: all) not reduced yet (stages 2 and 3), after their backward pass."""
+        """Start what is left to reduce of units (None: all) after their backward pass (stages 2 and 3)."""
         self.cover()
         if self._sums:
             self._finish_sums()
@@ -197,8 +196,7 @@ class FlatGradients:
         for index in list(self._handles):
             self._wait(index)
 
-    def abandon(self) -> None:
-        # their capture has failed, and they will never run
+    def abandon(self) -> None:  # their capture has failed, and they will never run
         self._handles.clear()
 
     def finish_step(self) -> None:
@@ -207,8 +205,7 @@ class FlatGradients:
                 self._reduce(index)
         self.settle()
 
-    def poison(self) -> None:
-        # for fault injection
+    def poison(self) -> None:  # for fault injection
         index = next(i for i, unit in enumerate(self.units) if unit.slots)
         if index in self._handles:
             self._wait(index)

@@ -1,7 +1,6 @@
 """Learning rate and weight decay as pure functions of the run's progress, counted in samples.
 
-A step's value depends on the samples of the steps *before* it; skipped steps do not count. Shapes, names and bits
-are
+A step's value depends on the samples of the steps *before* it; skipped steps do not count. Shapes, names and bits are
 Megatron's (optimizer_param_scheduler.py).
 """
 
@@ -63,8 +62,7 @@ class LRSchedule:
         decay = config.weight_decay
         return cls(
             peak=config.lr or 0.0, floor=config.min_lr, start=config.lr_warmup_init, warmup=warmup, horizon=horizon,
-            style=config.lr_decay_style, wsd_style=config.lr_wsd_decay_style,
-            wsd_length=wsd_length,
+            style=config.lr_decay_style, wsd_style=config.lr_wsd_decay_style, wsd_length=wsd_length,
             decay_start=decay if config.start_weight_decay is None else config.start_weight_decay,
             decay_end=decay if config.end_weight_decay is None else config.end_weight_decay,
             decay_style=config.weight_decay_incr_style, length=length, decoupled_peak=config.decoupled_lr,
@@ -72,7 +70,7 @@ class LRSchedule:
         )  # fmt: skip
 
     def lr(self, samples: int) -> float:
-        """Return the learning rate of a step, given the ``samples`` (or tokens: ``unit``) consumed before it."""
+        """Return a step's learning rate, given the ``samples`` (or tokens: ``unit``) before it."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.start + (self.peak - self.start) * samples / self.warmup
         if self.style == "constant":
@@ -82,7 +80,18 @@ class LRSchedule:
         if self.style == "inverse-square-root":
             return max(self.floor, self.peak * max(self.warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
         if self.style == "WSD":
-            return self.floor + self._wsd_share(samples) * (self.peak - self.floor)
+            begin, share = self.horizon - self.wsd_length, 1.0
+            if samples > begin and self.wsd_length > 0:
+                done = (samples - begin) / self.wsd_length
+                if self.wsd_style == "linear":
+                    share = 1.0 - done
+                elif self.wsd_style == "cosine":
+                    share = 0.5 * (math.cos(math.pi * done) + 1.0)
+                elif self.wsd_style == "minus_sqrt":
+                    share = 1.0 - math.sqrt(done)
+                else:
+                    share = 2.0 * 0.5**done - 1.0  # exponential, shifted so that it ends at 0
+            return self.floor + share * (self.peak - self.floor)
         done = (samples - self.warmup) / max(self.horizon - self.warmup, 1)
         share = 1.0 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
         return self.floor + share * (self.peak - self.floor)
@@ -93,19 +102,6 @@ class LRSchedule:
             return None
         floor = self.floor if self.decoupled_floor is None else self.decoupled_floor
         return replace(self, peak=self.decoupled_peak, floor=floor).lr(samples)
-
-    def _wsd_share(self, samples: int) -> float:
-        begin = self.horizon - self.wsd_length
-        if samples <= begin or self.wsd_length == 0:
-            return 1.0
-        done = (samples - begin) / self.wsd_length
-        if self.wsd_style == "linear":
-            return 1.0 - done
-        if self.wsd_style == "cosine":
-            return 0.5 * (math.cos(math.pi * done) + 1.0)
-        if self.wsd_style == "minus_sqrt":
-            return 1.0 - math.sqrt(done)
-        return 2.0 * 0.5**done - 1.0  # exponential, shifted so that it ends at 0
 
     def weight_decay(self, samples: int) -> float:
         if self.decay_style == "constant" or samples > self.length:

@@ -1,13 +1,10 @@
 """Master weights and optimizer state in host memory (``--offload-optimizer``), after ZeRO-Offload (arXiv:2101.06840).
 
-    device   gradients of a unit, reduced ----copy----> |                                            |  parameters
-    ------->
-    host                                                | clip, AdamW on the shard, round            |----copy----^
-    when     during the rest of the last backward pass  | after the norm is known, unit by unit      | under the next
-    unit's
+    device   reduced gradients of a unit ----copy----> |                                       |  parameters ------>
+    host                                               | clip, AdamW on the shard, round       | ----copy----^
+    when     during the rest of the last backward pass | after the norm is known, unit by unit | under the next unit's
 
-On a CPU the copies are plain ones at the same points, with results bitwise equal to those without offload. On a GPU the
-last bits may differ: the update rounds as the host does.
+On a GPU the update rounds as the host does; on a CPU results are bitwise those without offload.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from megatron_sp.optim.flat import FlatUnit
 
 
 class HostCopies:
-    """Host copies of the gradients of units with master weights on the host, and the way of updated parameters back."""
+    """Gradients of units on their way to the host, and updated parameters on their way back."""
 
     def __init__(self, units: list[FlatUnit]) -> None:
         self.units = units
@@ -34,8 +31,8 @@ class HostCopies:
         self._arriving: dict[int, torch.cuda.Event | None] = {}
 
     def start_step(self) -> None:
-        # fetched gradients that were not used (of a skipped step): their device memory can be reused
-        # else the host has waited for all copies to it, and the current stream for all copies from it
+        # gradients of a skipped step, fetched and not used: their device memory may be reused only after the copy. Else
+        # the host has waited for all copies to it, and the current stream for all copies from it
         if self._arriving:
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -58,7 +55,7 @@ class HostCopies:
         return grads
 
     def send(self, index: int) -> None:
-        """Round the updated master weights of a unit and start copying them to this rank's range of the parameters."""
+        # round a unit's updated master weights and start copying them to this rank's range of the parameters
         unit, rounded = self.units[index], self._rounded[index]
         if unit.is_16_bit:
             rounded.copy_(unit.master)

@@ -1,7 +1,7 @@
 """AdamW and SGD on flat buffers, gradient clipping and unscaling, and the loss scale of fp16.
 
-The update is a fused kernel called as a function, so that the state tensors are ours to save and to shard. Gradients
-are scaled once, by clip coefficient / loss scale.
+The update is a fused kernel called as a function, so that the state is ours to save and to shard. Gradients are scaled
+once, by clip coefficient / loss scale.
 """
 
 from __future__ import annotations
@@ -36,14 +36,11 @@ class FlatOptimizer:
     """Optimizer of the master weights of flat units, from ZeRO stage 1 on of this rank's range of each.
 
     Args:
-        tp: ranks that hold other parts of the same parameters.
         everybody: all ranks over which units are split, by tp or into ranges.
-        whole: ranks that have the whole model once, over tp and pipeline, if units are not split into ranges (default:
-            ``tp``).
+        whole: ranks that have the whole model once, over tp and pipeline (default: ``tp``).
         host: where the master weights are, if not on the model's device.
-        kernel: whose kernel updates with AdamW; the state is the same.
         counted_elsewhere: units, by index, that another rank of ``whole`` has, too, and counts in the norm.
-        decoupled: names of the parameters that have the decoupled learning rate, if a step has one.
+        decoupled: names of the parameters that have the decoupled learning rate.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class FlatOptimizer:
         ]
 
     def grad_norm(self) -> Tensor:
-        """Return the L2 norm of all reduced, still scaled gradients: fp64, bitwise equal on all ranks. Collective."""
+        """Return the norm of all reduced, still scaled gradients: fp64, bitwise equal on all ranks. Collective."""
         units = self.counted_units
         if self.tp.size() == 1:
             parts = [u.grad_shard for u in units if u.slots]
@@ -76,16 +73,14 @@ class FlatOptimizer:
 
     def step(
         self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0,
-        updated: Callable[[int], None] | None = None,
-        decoupled_lr: float | None = None,
+        updated: Callable[[int], None] | None = None, decoupled_lr: float | None = None,
     ) -> None:  # fmt: skip
         """Clip and unscale the gradients, and update the parameters.
 
         Args:
             grad_norm: norm of the unscaled gradients; finite.
             grad_scale: factor by which the loss was multiplied.
-            updated: called with the index of each unit when this rank's range of its parameters has been updated.
-            decoupled_lr: learning rate of the decoupled parameters (default: ``lr``).
+            updated: called with the index of each unit whose range on this rank has been updated.
         """
         divisor = self._divisor(torch.tensor(grad_norm, dtype=torch.float64), grad_scale)
         self._step((lr, lr if decoupled_lr is None else decoupled_lr), weight_decay, divisor, None, updated)
@@ -99,11 +94,9 @@ class FlatOptimizer:
         self, lr: float, weight_decay: float, grad_norm: Tensor, grad_scale: float, skip: Tensor,
         updated: Callable[[int], None] | None = None, decoupled_lr: float | None = None,
     ) -> None:  # fmt: skip
-        """Queue ``step`` before the host knows its outcome; ``take_back`` must follow if the device leaves it out.
+        """Queue ``step`` before the host knows its outcome; ``take_back`` must follow if ``skip`` leaves it out.
 
-        Args:
-            grad_norm: an fp64 scalar on the device.
-            skip: bool scalar on the device, true if the step is to be left out; ``updated`` is called in any case.
+        ``grad_norm`` (fp64) and ``skip`` (bool) are scalars on the device; ``updated`` is called in any case.
         """
         rates = (lr, lr if decoupled_lr is None else decoupled_lr)
         divisor = self._divisor_unless(skip, grad_norm, grad_scale)
@@ -111,11 +104,9 @@ class FlatOptimizer:
 
     def step_by_numbers(
         self, rates: Tensor, count: Tensor, weight_decay: float, grad_norm: Tensor, grad_scale: float | Tensor,
-        skip: Tensor,
-        updated: Callable[[int], None] | None = None,
+        skip: Tensor, updated: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """Queue what ``step_on_device`` queues, with numbers that may change under a captured graph; ``num_updates`` is
-        the caller's.
+        """Queue ``step_on_device`` with numbers that may change under a captured graph; it does not count the update.
 
         Args:
             rates: learning rates of most parameters and of the decoupled ones, [2], fp64 on the device.
@@ -161,8 +152,7 @@ class FlatOptimizer:
         self, scalars: Sequence[UpdateScalars], rates: tuple[float, float], weight_decay: float, divisor: Tensor | None,
         updated: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
-        # by kernels that read ``scalars``, or by one that takes ``rates``: of most parameters, and of the decoupled
-        # ones
+        # by kernels that read ``scalars``, or one that takes ``rates``: of most parameters, and of the decoupled ones
         master = self.units[0].master
         # torch's kernels have the divisor in fp32, too little for fp64
         by_kernel = self.kernel == "torch" and master.dtype == torch.float32
@@ -251,10 +241,9 @@ def _runs(unit: FlatUnit, decoupled: Collection[str]) -> list[_Run]:
 
 
 class LossScaler:
-    """Loss scale of fp16: fixed, or halved after ``hysteresis`` overflows and doubled after ``window`` good steps in a
-    row.
+    """Loss scale of fp16 (arXiv:1710.03740), outside fp16 it is 1.
 
-    Outside fp16 the scale is 1 and never changes. Source: Micikevicius et al., arXiv:1710.03740.
+    Fixed, or halved after ``hysteresis`` overflows and doubled after ``window`` good steps in a row.
     """
 
     def __init__(
@@ -266,7 +255,7 @@ class LossScaler:
         self.good_steps, self.hysteresis_left = 0, hysteresis
 
     def update(self, overflow: bool) -> bool:
-        """Record a step; return False for an overflow at the minimum scale or if the scale is fixed, else True."""
+        """Record a step; return False if lowering the scale cannot help: it is fixed, or at its minimum."""
         if not self.dynamic:
             return False
         if not overflow:
@@ -283,11 +272,11 @@ class LossScaler:
         return ordinary
 
     def state(self) -> dict[str, float]:
-        state = {"dynamic": self.dynamic, "scale": self.scale}
-        return {**state, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
+        names = ("dynamic", "scale", "good_steps", "hysteresis_left")
+        return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue from a stored dynamic scale; that of a run without one, such as the 1 of a bf16 run, is ignored."""
+        # of a run without a dynamic scale, such as the 1 of a bf16 run, nothing is taken
         if self.dynamic and state.get("dynamic", True):
             self.scale = float(state["scale"])
             self.good_steps, self.hysteresis_left = int(state["good_steps"]), int(state["hysteresis_left"])

@@ -1,7 +1,6 @@
 """Assignment of units' full parameters to buffers (ZeRO stage 3), and what to fetch next.
 
-The order in which a step uses its units is known, so the optimal replacement is possible: evict the unit whose next use
-is farthest away (Belady 1966). Plain Python: the same object drives a run and counts the fetches of a planned one.
+The order in which a step uses its units is known: evict the unit whose next use is farthest away (Belady 1966).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ LOOK_AHEAD = 2  # micro-batches: each unit that comes again comes within this
 
 @dataclass(frozen=True)
 class Pool:
-    """Units that share ``num_buffers`` buffers, each as large as the largest unit."""
+    """Units that share buffers, each as large as the largest unit."""
 
     units: tuple[int, ...]
     num_buffers: int
@@ -25,8 +24,7 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
     """Return the pools of a model's units.
 
     Args:
-        alike: for each unit, what it is one of many of (blocks, experts), which share ``num_buffers``; empty for
-            others; "whole" for those that are in no pool.
+        alike: for each unit the kind that shares ``num_buffers`` (blocks, experts); "" if alone, "whole": in no pool.
         tied: the head uses the embedding's table, so both are full at the same time.
     """
     # units that are neither, unless tied, are used far apart in a micro-batch, and share one buffer
@@ -38,12 +36,7 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
 
 
 class Residency:
-    """Current assignment of units to buffers, which are numbered consecutively over all pools; a unit is in exactly
-    one.
-
-    Args:
-        together: units that are used at the same time, one after the other in the order: a block and its experts.
-    """
+    """Which unit is in which buffer, numbered over all pools; ``together``: units used at a time (block, experts)."""
 
     def __init__(self, pools: Sequence[Pool], together: Sequence[tuple[int, ...]] = ()) -> None:
         self._beside = {unit: units for units in together for unit in units}
@@ -58,12 +51,12 @@ class Residency:
         self.place: dict[int, int] = {}  # unit -> buffer
 
     def take(self, unit: int, upcoming: Sequence[int]) -> int:
-        """Assign a buffer to a unit that has none and is used now; ``upcoming``: the uses that follow, in order."""
+        """Assign a buffer to a unit that is used now; ``upcoming``: the uses that follow, in order."""
         buffers = self._buffers[unit]
         return self._give(unit, max(buffers, key=lambda buffer: self._next_use(buffer, upcoming)))
 
     def admit(self, unit: int, upcoming: Sequence[int], busy: Collection[int] = ()) -> int | None:
-        """Assign a buffer to a unit ahead of its use; None if all hold ``busy`` units or units needed earlier."""
+        """Assign one ahead of the use; None if all hold ``busy`` units or units needed earlier."""
         in_use = {other for one in busy for other in self._beside.get(one, (one,))}
         free = [b for b in self._buffers[unit] if self.holds[b] not in in_use or self.holds[b] is None]
         if not free:
@@ -95,41 +88,3 @@ class Residency:
         buffer = self.place.pop(unit)
         self.holds[buffer] = None
         return buffer
-
-
-def list_fetches(
-    pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True,
-    together: Sequence[tuple[int, ...]] = (),
-) -> list[tuple[int, bool]]:  # fmt: skip
-    """Return the fetches of a step, in order, as (unit, whether it was prefetched while another one was in use)."""
-    # the look-ahead is limited, so once the same units are in the same buffers as at the start of an earlier
-    # micro-batch, the fetches repeat: a step of a thousand micro-batches costs as much as one of a few
-    residency, fetched = Residency(pools, together), list[tuple[int, bool]]()
-    # who lay where -> micro-batch, number of fetches before it
-    seen: dict[tuple[int | None, ...], tuple[int, int]] = {}
-    micro_batch = 0
-    while micro_batch < num_micro_batches:
-        state = tuple(residency.holds)
-        others = num_micro_batches - LOOK_AHEAD - micro_batch  # that see as far as this one
-        if state in seen and others > 0:
-            first, before = seen[state]
-            times = others // (micro_batch - first)
-            fetched += fetched[before:] * times
-            micro_batch += times * (micro_batch - first)
-            seen.clear()
-        seen[state] = micro_batch, len(fetched)
-        uses = list(order) * min(num_micro_batches - micro_batch, 1 + LOOK_AHEAD)
-        for use, unit in enumerate(order):
-            upcoming = uses[use + 1 : use + 1 + LOOK_AHEAD * len(order)]
-            for other in residency.passing(unit, upcoming):
-                residency.leave(other)
-            if unit not in residency.place:
-                residency.take(unit, upcoming)
-                fetched.append((unit, False))
-            comes_next = upcoming[0] if upcoming else unit
-            if not ahead or comes_next in residency.place:
-                continue
-            if residency.admit(comes_next, upcoming, (unit,)) is not None:
-                fetched.append((comes_next, True))
-        micro_batch += 1
-    return fetched

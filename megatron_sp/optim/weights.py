@@ -29,10 +29,9 @@ class WholeWeights:
     """Parameters of a model, gathered when needed.
 
     Args:
-        units: the flat units. Beside units of stage 3 there may be others that are always whole.
         pools, together: which units share buffers, and are used together (``Residency``).
         order: the uses of units in one micro-batch, forward and backward (stage 3).
-        overlap: overlap gathers with computation; else wait for each when it is started, and prefetch nothing.
+        overlap: gather under computation; else wait for each gather at its start, and prefetch nothing.
         fetch: all_reduce moves twice the bytes; it exists for comparison (DeepSpeed #5420).
     """
 
@@ -64,7 +63,7 @@ class WholeWeights:
         return like.new_empty(size), like.new_empty(frozen) if frozen else None
 
     def start_step(self, num_micro_batches: int, order: Sequence[int] | None = None) -> None:
-        """Announce the uses of units to come; ``order``: those in one micro-batch, if it is not a training step's."""
+        """Announce the uses to come; ``order``: those of one micro-batch, if it is not a training step's."""
         if self.stage == 3:
             uses = [index for index in (self._order if order is None else order) if self.units[index].zero.stage == 3]
             self._uses, self._at = uses * num_micro_batches, 0
@@ -72,7 +71,7 @@ class WholeWeights:
             self._ahead = min(self._look_ahead * len(uses), _USES_AHEAD * len(set(uses)))
 
     def need(self, index: int) -> None:
-        """Gather unit ``index``, which is used next, and start prefetching the one after it."""
+        """Gather the unit that is used next, and start prefetching the one after it."""
         if self.units[index].zero.stage == 3:
             # not what was said (a forward pass without its backward): go on from where that comes next
             if self._at < len(self._uses) and self._uses[self._at] != index:
@@ -108,20 +107,17 @@ class WholeWeights:
         self.forget()
 
     def forget(self) -> None:
-        # stage 3
-        if self.stage != 3:
-            return
-        self.settle()
-        for index in list(self._residency.place):
-            self._release(index)
+        if self.stage == 3:
+            self.settle()
+            for index in list(self._residency.place):
+                self._release(index)
 
     def settle(self) -> None:
         for index in list(self._handles):
             for handle in self._handles.pop(index):
                 handle.wait()
 
-    def abandon(self) -> None:
-        # their capture has failed, and they will never run
+    def abandon(self) -> None:  # their capture has failed, and they will never run
         self._handles.clear()
         self.forget()
 
@@ -169,7 +165,7 @@ class WholeWeights:
 
 
 class UnitWork:
-    """Handler of the events of a pass through the units (implements ``parallel.forward_context.UnitEvents``)."""
+    """Gathers and reduces units as a pass reports them (``parallel.forward_context.UnitEvents``)."""
 
     def __init__(self, weights: WholeWeights, gradients: FlatGradients | None) -> None:
         self._weights, self._gradients = weights, gradients

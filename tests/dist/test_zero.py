@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import tiny
 from support.errors import FP32, FP64, assert_law
+from support.fetches import list_fetches
 from support.late_network import late_network
 from support.layouts import Case, Sharded, alone, check_all
 from support.ranks import run_ranks
@@ -23,7 +24,7 @@ from megatron_sp.config.schema import ModelConfig, OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.optim.residency import Pool, list_fetches
+from megatron_sp.optim.residency import Pool
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 
 DROPOUT = {"hidden_dropout": 0.2}

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.fetches import list_fetches
 from torch import nn
 
 from megatron_sp.config.schema import ParallelConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
-from megatron_sp.optim.residency import Pool, Residency, list_fetches, pools_of
+from megatron_sp.optim.residency import Pool, Residency, pools_of
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.training.sharding import pools_of_model
 
@@ -151,43 +152,6 @@ def test_a_buffer_that_does_not_last_is_given_back_when_its_unit_is_neither_used
     assert residency.passing(2, [3]) == [], "a block's stays"
 
 
-def one_by_one(of: list[Pool], order: list[int], micro_batches: int, *, ahead: bool) -> list[tuple[int, bool]]:
-    """The fetches of a step, each use looking at all that follow."""
-    residency, uses, fetched = Residency(of), order * micro_batches, list[tuple[int, bool]]()
-    for at, unit in enumerate(uses):
-        upcoming = uses[at + 1 :]
-        if unit not in residency.place:
-            residency.take(unit, upcoming)
-            fetched.append((unit, False))
-        if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
-            fetched.append((upcoming[0], True))
-    return fetched
-
-
-RECOMPUTED = [*range(LAYERS + 2), 0, *(unit for first in (5, 3, 1) for unit in (*range(first, min(first + 2, 6)), first))]
-
-
-@pytest.mark.parametrize("order", [ORDER, ORDER[1:], RECOMPUTED], ids=["tied", "untied", "recomputed"])
-@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("ahead", [True, False])
-def test_what_repeats_is_repeated_as_it_is(order: list[int], num_buffers: int, ahead: bool) -> None:
-    for count in (*range(1, 14), 31):
-        each = one_by_one(pools(num_buffers), order, count, ahead=ahead)
-        assert list_fetches(pools(num_buffers), order, count, ahead=ahead) == each, count
-
-
-def test_a_thousand_micro_batches_are_no_more_work_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, admit = [0], Residency.admit
-
-    def counted(*args: object) -> int | None:
-        calls[0] += 1
-        return admit(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Residency, "admit", counted)
-    list_fetches(pools(3), ORDER, 1000)
-    assert calls[0] < 20 * len(ORDER)
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_next_unit_is_fetched_ahead(overlap: bool) -> None:
     units = [FlatUnit(str(i), [(f"{i}.weight", nn.Parameter(torch.ones(3)))], zero=Zero(3)) for i in range(LAYERS + 2)]
@@ -214,6 +178,7 @@ def test_a_unit_in_use_is_whole_whatever_the_order(order: Sequence[int], num_buf
 
 
 def test_a_run_does_not_copy_the_rest_of_a_long_step_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = sum(count_fetches(pools(2), ORDER, 100).values())
     longest, admit = [0], Residency.admit
 
     def measured(self: Residency, unit: int, upcoming: list[int], busy: tuple[int, ...] = ()) -> int | None:
@@ -226,5 +191,5 @@ def test_a_run_does_not_copy_the_rest_of_a_long_step_at_every_use(monkeypatch: p
     weights.start_step(100)
     for unit in ORDER * 100:
         weights.need(unit)
-    assert weights.num_fetches == sum(count_fetches(pools(2), ORDER, 100).values())
+    assert weights.num_fetches == expected
     assert longest[0] <= 2 * len(ORDER)
