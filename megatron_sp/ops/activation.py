@@ -1,7 +1,6 @@
-"""Activation functions of the MLP, each as a pair of plain functions, forward and backward.
+"""Activation functions of the MLP as plain functions, forward and backward: one kernel each where Triton is there.
 
-The functions that call them save only the input of the activation and recompute the output in backward, which takes a
-quarter of a block's memory. On a GPU each is one kernel, where Triton is there.
+Callers save only the input and compute the output again in backward, which takes a quarter off a block's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_sp.ops.kernels.launch import is_fused
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation function."""
+    """One activation function; the input of a gated one is [gate | up]."""
 
     name: ActivationName
 
@@ -37,7 +36,7 @@ class Activation:
         return "tanh" if self.name.endswith("_tanh") else "none"
 
     def forward(self, u: Tensor) -> Tensor:
-        """Apply the activation: [..., width_factor * f] -> [..., f]; the input of a gated one is [gate | up]."""
+        """Apply the activation: [..., width_factor * f] -> [..., f]."""
         if is_fused(u):
             from megatron_sp.ops.kernels import activations
 
@@ -58,7 +57,7 @@ class Activation:
         return torch.ops.aten.gelu.out(u, approximate=self._approximate, out=out)
 
     def backward_(self, grad: Tensor, u: Tensor) -> Tensor:
-        """Return the gradient of the input, given that of the output, whose memory may be reused, and the input."""
+        """Return the gradient of the input ``u``; the memory of ``grad`` may be reused."""
         if is_fused(u):
             from megatron_sp.ops.kernels import activations
 
@@ -82,7 +81,7 @@ class Activation:
         return self._is_gated and is_fused(u)
 
     def backward_with_output_(self, grad: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the input and, in the memory of ``grad``, the output: one pass instead of two."""
+        """Return the input's gradient and, in the memory of ``grad``, the output: one pass instead of two."""
         from megatron_sp.ops.kernels import activations
 
         grad_u, out = activations.backward_(grad, u, self.name, gated=True, wants_out=True)
@@ -90,11 +89,7 @@ class Activation:
         return grad_u, out
 
     def weighted_backward_(self, grad: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the backward pass of weights * activation(u), with weights [n, 1] and gradient [n, f], which may be
-        reused.
-
-        Returns the gradient of u, the product [n, f], and the gradient of the weights [n], summed up in their dtype.
-        """
+        """Backward of weights [n, 1] * activation(u): gradient of u, product [n, f], gradient of the weights [n]."""
         if is_fused(u) or not self._is_gated:
             out = self.forward(u)
             of_weights = (grad * out).sum(1, dtype=weights.dtype)

@@ -38,7 +38,7 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """Numbers that differ between steps, on the device of the weights: they may change under a captured graph."""
+    """Scalars on the device of the weights: they may change under a captured graph."""
 
     lr: Tensor  # a scalar; fp32 on a GPU, fp64 on the host, as torch's kernels read it
     count: Tensor  # of the update, from 1, an fp32 scalar
@@ -49,7 +49,7 @@ class UpdateScalars:
     def create(
         cls, lr: float, count: int, device: torch.device, divisor: Tensor | None = None, skip: Tensor | None = None
     ) -> UpdateScalars:  # fmt: skip
-        """Copy the numbers to the device, without waiting for it."""
+        # without waiting for the device
         if device.type == "cpu":
             return cls(torch.tensor(lr, dtype=torch.float64), torch.tensor(float(count)), divisor, skip)
         numbers = host_empty((2,), torch.float32, device)
@@ -61,13 +61,11 @@ class UpdateScalars:
 @torch.no_grad()
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor],
-    step: AdamStep,
-    kernel: Literal["torch", "apex"] = "torch", scalars: UpdateScalars | None = None,
+    step: AdamStep, kernel: Literal["torch", "apex"] = "torch", scalars: UpdateScalars | None = None,
 ) -> None:  # fmt: skip
-    """Update ``params`` and both moments in place, several tensors in one call; the i-th of all four are [n],
-    contiguous.
+    """Update contiguous ``params`` and both moments in place, in one call.
 
-    ``apex`` needs all four in fp32 on a GPU. ``scalars`` replace the step's rate and count, for torch's kernel.
+    ``scalars`` replace the step's rate and count, for torch's kernel; apex's needs all in fp32 on a GPU.
     """
     if kernel == "apex":
         assert scalars is None, "apex takes numbers of the host"
@@ -85,9 +83,8 @@ def adamw_(
     scalars = scalars or UpdateScalars.create(step.lr, step.count, params[0].device)
     torch.ops.aten._fused_adamw_.tensor_lr(
         params, grads, exp_avg, exp_avg_sq, [], [scalars.count] * len(params), lr=scalars.lr, beta1=step.beta1,
-        beta2=step.beta2,
-        weight_decay=step.weight_decay, eps=step.eps, amsgrad=False, maximize=False, grad_scale=scalars.divisor,
-        found_inf=scalars.skip,
+        beta2=step.beta2, weight_decay=step.weight_decay, eps=step.eps, amsgrad=False, maximize=False,
+        grad_scale=scalars.divisor, found_inf=scalars.skip,
     )  # fmt: skip
 
 

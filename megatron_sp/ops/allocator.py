@@ -1,8 +1,7 @@
 """Caching allocator for large CPU tensors, the counterpart of PyTorch's CUDA caching allocator.
 
-glibc returns large blocks to the kernel and requests them again, with a page fault for every 4 KiB, or leaves holes:
-for a 124M model peak memory went from 3.10 to 2.84 GiB (docs/LOG.md). Here one address range is reserved; blocks are
-allocated best fit, lowest address first. Memory that was used once stays with the process.
+glibc returns large blocks to the kernel and requests them again, a page fault for every 4 KiB, or leaves holes. Here
+one address range is reserved, and blocks are allocated best fit (3.10 to 2.84 GiB for a 124M model, docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ALIGN = 4096
 
 
 def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor, as ``torch.empty``; large CPU tensors come from the cache."""
+    """Return an uninitialized tensor; large CPU tensors come from the cache."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MIN_BYTES or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -39,14 +38,11 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor in host memory for copies from and to ``device``: pinned, if that is a GPU.
-
-    If it cannot be pinned (``ulimit -l``, containers), the host waits for copies, with a warning.
-    """
+    """Return an uninitialized tensor in host memory for copies from and to ``device``: pinned, if that is a GPU."""
     if device.type == "cuda":
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
+        except RuntimeError as error:  # ``ulimit -l``, containers
             reason = str(error).partition("\n")[0]
             text = f"host memory cannot be pinned ({reason}): copies to and from the GPU will not overlap"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -54,22 +50,22 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: 
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device, without waiting for the device."""
+    """Copy from the host to a device, without waiting for it."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def is_small(x: Tensor) -> bool:
-    """Return whether a result like ``x`` may come from torch's own allocator: one block of ``blocks``, or on a GPU."""
+    """Return whether a result like ``x`` may come from torch's allocator: one block of ``blocks``, or on a GPU."""
     return x.nbytes <= _MIN_BYTES or x.device.type != "cpu"
 
 
 def is_small_result(x: Tensor, width: int) -> bool:
-    """Return whether a result [..., width], for x [..., w], may come from torch's own allocator."""
+    """Return whether a result [..., width] for x [..., w] may come from torch's allocator."""
     return x.nbytes * width < _MIN_BYTES * (x.shape[-1] or 1) or x.device.type != "cpu"
 
 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
-    """Split ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; else one slice."""
+    """Cut ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; else one slice."""
     # torch's own kernels allocate their results: small ones stay in the cache until they are copied to their place, and
     # leave no holes of many megabytes in the heap. Each slice has work for every thread
     threads = torch.get_num_threads()
@@ -79,7 +75,7 @@ def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]
 
 
 class Arena:
-    """Allocator of blocks in one reserved address range; memory is used only where blocks are written."""
+    """Blocks in one reserved address range, of which only what is written takes memory."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -89,7 +85,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> np.ndarray | None:
-        """Allocate a page-aligned block, uint8 [num_bytes]; None if there is no room or no range can be reserved."""
+        # page-aligned uint8 [num_bytes]; None if there is no room or no range can be reserved
         size = (num_bytes + _ALIGN - 1) // _ALIGN * _ALIGN
         with self._lock:
             if self._range is None and not self._reserve():

@@ -24,9 +24,8 @@ class Kernel:
     reason: str = ""
 
 
-# (the name that pip knows, what is imported); FlashAttention 4 is ``flash_attn.cute``: where it is alone,
-# ``flash_attn``
-# is just a folder
+# (the name that pip knows, what is imported); where FlashAttention 4 (``flash_attn.cute``) is alone, ``flash_attn`` is
+# just a folder
 _OPTIONAL = {
     "flash_attn": ("flash-attn", "flash_attn"),
     "flash_attn_interface": ("flash_attn_3", "flash_attn_interface"),
@@ -96,11 +95,7 @@ def find(name: str) -> Kernel:
 
 
 def load(name: str, module: str | None = None) -> ModuleType:
-    """Import and return the package's module in the table, or another module of the package.
-
-    Raises:
-        RuntimeError: the package is not available; the message is the reason.
-    """
+    """Import the package's module in the table, or another one of the package; a RuntimeError says why it cannot be."""
     kernel = find(name)
     if not kernel.available:
         raise RuntimeError(kernel.reason)

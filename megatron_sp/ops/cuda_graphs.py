@@ -11,8 +11,7 @@ import torch
 class Graph(Protocol):
     """A captured graph; ``replay`` queues its kernels again."""
 
-    def replay(self) -> None:
-        pass
+    def replay(self) -> None: ...
 
 
 class GraphMaker(Protocol):
@@ -20,9 +19,7 @@ class GraphMaker(Protocol):
 
     num_bytes: int  # of the pool
 
-    def capture(self, record: Callable[[], None]) -> Graph:
-        # call ``record`` once and keep what it launches, which does not run
-        pass
+    def capture(self, record: Callable[[], None]) -> Graph: ...  # keep what ``record`` launches, which does not run
 
 
 class CudaGraphs:
@@ -45,7 +42,7 @@ class CudaGraphs:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the first line of the error that came first: a failed capture ends with an error of its own."""
-    while error.__context__ is not None:
+    """Return the first line of the error that came first."""
+    while error.__context__ is not None:  # a failed capture ends with an error of its own
         error = error.__context__
     return f"{type(error).__name__}: {next((line for line in str(error).splitlines() if line.strip()), '')[:300]}"

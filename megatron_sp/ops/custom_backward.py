@@ -1,9 +1,7 @@
-"""Separate backward pass inside another one, from gradients that have been computed already.
+"""Backward pass inside another one, from gradients that have been computed already (Megatron-LM's custom_backward).
 
-``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes as symbolic ones, for which it imports sympy:
-half a
-second in the first step of every process. Here the backward of a scalar passes the gradients on. Source:
-Megatron-LM, core/pipeline_parallel/schedules.py :: custom_backward.
+``torch.autograd.grad(outputs, leaves, gradients)`` imports sympy to compare shapes: half a second in the first step of
+every process. Here the backward of a scalar passes the gradients on.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ def gradients_of(
     leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *,
     allow_unused: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the gradients of ``leaves``; with ``allow_unused``, None for one that no output uses.
-
-    ``gradients`` are those of the outputs, None where an output has none.
-    """
+    """Return the gradients of ``leaves``, given those of the outputs, where there are some."""
     with torch.enable_grad():  # a backward pass is run without
         seed = _Seed.apply(tuple(gradients), *outputs)
     # called as Megatron-LM calls it: ``seed.backward`` would fill the gradient of the scalar itself

@@ -1,9 +1,7 @@
-"""Dropout without random state: the mask is a hash of (seed, step, global sample index, layer, site, position,
-channel).
+"""Dropout without random state: the mask is a hash of (seed, step, sample, layer, site, position, channel).
 
-So it is the same in every parallel layout, in recomputation and after a resume, and backward recomputes it instead of
-saving it. What is dropped is multiplied by 0 in the plain form, and left out in Triton's: NaN stays NaN in one and
-becomes 0 in the other.
+So it is the same in every parallel layout, in recomputation and after a resume, and backward computes it again. What is
+dropped is multiplied by 0 in the plain form, and left out in Triton's: NaN stays NaN in one and becomes 0 in the other.
 """
 
 from __future__ import annotations
@@ -19,18 +17,15 @@ from megatron_sp.ops.kernels.launch import is_fused, is_fused_on
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """Keys that identify the tokens of one micro-batch for dropout: int64 [s, b], one well-mixed key per token."""
+    """One well-mixed key for each token of a micro-batch, int64 [s, b]."""
 
     token_keys: Tensor
 
     @classmethod
     def create(cls, seed: int, step: int | Tensor, sample_ids: Tensor, positions: Tensor) -> DropoutKeys:
-        """Compute the keys of a micro-batch.
+        """Compute the keys from global indices of samples, int64 [b], and global positions, int64 [s].
 
-        Args:
-            step: from 0; as an int64 scalar on the device it may change under a captured graph.
-            sample_ids: int64 [b], the samples' global indices.
-            positions: int64 [s], global positions of this rank's tokens.
+        ``step``: from 0; as an int64 scalar on the device it may change under a captured graph.
         """
         if is_fused_on(sample_ids.device) and sample_ids.numel() > 0 and positions.numel() > 0:
             from megatron_sp.ops.kernels import dropout
@@ -58,7 +53,7 @@ class DropoutKeys:
 
 
 class DropoutRows(NamedTuple):
-    """Keys from which dropout by hash draws the mask of each row."""
+    """Keys from which the mask of each row is drawn."""
 
     keys: Tensor  # of the rows, int32 [s, b]; with ``site`` those of the tokens, int64
     site: int | None = None  # key of the site, which is yet to be mixed into ``keys``
@@ -68,11 +63,9 @@ def hash_dropout(
     x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Apply dropout, scaled by 1/(1-rate), to x [..., c], and add ``residual`` if given.
+    """Apply dropout, scaled by 1/(1-rate), to x [..., c], and add ``residual``.
 
-    Args:
-        row_keys, site: see ``DropoutRows``; of the shape of x without its last dim (or one that broadcasts to it).
-        first_channel: global index of x's first channel, if channels are sharded.
+    ``row_keys`` and ``site`` are ``DropoutRows``, [...] or of a shape that broadcasts to it.
     """
     if rate == 0.0:
         return x if residual is None else residual + x
@@ -80,7 +73,7 @@ def hash_dropout(
 
 
 def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: int = 0) -> Tensor:
-    """Return the dropout mask, bool [*row_keys.shape, num_channels]: True (keep) with probability 1 - rate."""
+    """Return the mask, bool [*row_keys.shape, num_channels]: True (keep) with probability 1 - rate."""
     # int32 arithmetic is fast on CPUs and GPUs: two odd multiplications around one xor-shift, and the signed result is
     # compared with a threshold, so the best-mixed upper bits decide
     channels = torch.arange(first_channel, first_channel + num_channels, device=row_keys.device, dtype=torch.int64)
@@ -94,10 +87,9 @@ def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: i
 
 def dropped(
     x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
+    residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward."""
+    """Return what ``hash_dropout`` computes, without a graph; dropout of a gradient is its backward."""
     scale = 1.0 / (1.0 - rate)
     if is_fused(x):
         from megatron_sp.ops.kernels import dropout
@@ -136,7 +128,7 @@ def _threshold(rate: float) -> int:
 
 
 def fold32(keys: Tensor) -> Tensor:
-    """Return the upper 32 bits of int64 keys as int32."""
+    """Take the upper 32 bits of int64 keys."""
     return (keys >> 32).to(torch.int32)
 
 

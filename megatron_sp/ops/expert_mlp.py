@@ -2,9 +2,8 @@
 
     out[row] = sum over the row's experts e of p * fc2_e(activation(fc1_e(x[row]))),  p: the weight of e for the row
 
-The weight is applied to what goes into fc2, so that no expert's output has to be kept, only the input of the
-activation. Where many small products would leave a GPU waiting for its launches, those of all experts are one
-(``torch._grouped_mm``). On a CPU one after another is faster, and fp64 has no grouped product.
+The weight is applied to what goes into fc2, so that no expert's output has to be kept. Where many small products would
+leave a GPU waiting for launches, those of all experts are one (``torch._grouped_mm``); on a CPU one by one is faster.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ class Choices:
     weights: Tensor  # [n], p
     per_row: int  # k
 
-    def by_expert(self) -> Iterator[tuple[int, slice]]:
-        return _slices(self.counts)
-
 
 def _slices(counts: list[int]) -> Iterator[tuple[int, slice]]:
     start = 0
@@ -58,7 +54,7 @@ def _slices(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which results of experts are added up: fp32 for 16 bits."""
+    """Return the dtype in which experts' results are added up."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -66,19 +62,15 @@ def experts_forward(
     x: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, out: Tensor, *,
     grouped: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add the experts' results to ``out`` [rows, h], in ``sum_dtype``.
+    """Add the experts' results for x [rows, h] to ``out``, in ``sum_dtype``; return the activations' inputs.
 
-    Args:
-        x: [rows, h].
-        grouped: compute the products of all experts as one; None: where that runs and is faster.
-    Returns:
-        [n, f] ([n, 2f] if gated), the inputs of the activation, for backward.
+    ``grouped``: compute the products of all experts as one; None: where that runs and is faster.
     """
     if is_grouped(x, params) if grouped is None else grouped:
         return _grouped_forward(x, choices, params, activation, out)
     wide = empty((len(choices.rows), params.w1.shape[1]), dtype=x.dtype, device=x.device)
     of_x, of_y = _Rows(x, choices), _Rows(x, choices)
-    for expert, own in choices.by_expert():
+    for expert, own in _slices(choices.counts):
         rows, u = choices.rows[own], wide[own]
         a = of_x.take(x, rows)
         if params.b1 is None:
@@ -96,22 +88,14 @@ def experts_forward(
 
 def experts_backward(
     grad: Tensor, x: Tensor, wide: Tensor, choices: Choices, params: ExpertWeights, activation: Activation,
-    grads: ExpertGrads,
-    grad_x: Tensor | None, *, grouped: bool | None = None,
+    grads: ExpertGrads, grad_x: Tensor | None, *, grouped: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add the gradients of the parameters to ``grads`` and that of the rows to ``grad_x`` [rows, h], in ``sum_dtype``.
-
-    Args:
-        grad: [rows, h], gradient of the results.
-        wide: what the forward pass returned.
-    Returns:
-        [n], gradients of the choices' weights.
-    """
+    """Add gradients to ``grads`` and ``grad_x`` [rows, h], given what forward returned; return the weights' [n]."""
     if is_grouped(x, params) if grouped is None else grouped:
         return _grouped_backward(grad, x, wide, choices, params, activation, grads, grad_x)
     grad_weights = torch.empty_like(choices.weights)
     of_x, of_g = _Rows(x, choices), _Rows(x, choices)
-    for expert, own in choices.by_expert():
+    for expert, own in _slices(choices.counts):
         rows, u, weights = choices.rows[own], wide[own], choices.weights[own, None]
         g = grad.index_select(0, rows) if grads.puts_off else of_g.take(grad, rows)
         # the weights' gradient is the sum over the MLP's width: no expert's output is needed
@@ -140,7 +124,7 @@ class _Rows:
 
 
 def is_grouped(x: Tensor, params: ExpertWeights) -> bool:
-    """Return whether the products of all experts are computed as one: on a GPU in bf16, for aligned shapes."""
+    """Return whether products of all experts are computed as one: on a GPU in bf16, for aligned shapes."""
     widths = x.shape[1], params.w1.shape[1], params.w2.shape[2]
     aligned = all(width * x.element_size() % _GROUPED_ALIGN == 0 for width in widths)
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and runs_grouped(x.device)
@@ -175,8 +159,7 @@ def _grouped_forward(x: Tensor, choices: Choices, params: ExpertWeights, activat
 
 def _grouped_backward(
     grad: Tensor, x: Tensor, wide: Tensor, choices: Choices, params: ExpertWeights, activation: Activation,
-    grads: ExpertGrads,
-    grad_x: Tensor | None,
+    grads: ExpertGrads, grad_x: Tensor | None,
 ) -> Tensor:  # fmt: skip
     counts, weights, dtype = choices.counts, choices.weights[:, None], choices.weights.dtype
     ends = _ends(counts, grad.device)
@@ -217,7 +200,7 @@ def _add_by_choice(rows: Tensor, choices: Choices, total: Tensor) -> None:
 
 
 class ExpertGrads:
-    """Gradients of the parameters of a rank's experts, added up over several calls of ``experts_backward``.
+    """Gradients of a rank's experts over several calls of ``experts_backward``.
 
     They go into the main_grad, now or when it asks for them; without one they are returned.
     """
@@ -253,14 +236,14 @@ class ExpertGrads:
         if self._w1 is not None:
             self._w1.add(_PartOfAll(choices.counts, ends, grad, x, choices.rows))
         if self._b1 is not None:
-            for expert, own in choices.by_expert():
+            for expert, own in _slices(choices.counts):
                 self._b1.add(_Part(expert, grad[own]))
 
     def add_fc2_of_all(self, choices: Choices, ends: Tensor, grad: Tensor, inner: Tensor) -> None:
         if self._w2 is not None:
             self._w2.add(_PartOfAll(choices.counts, ends, grad, inner))
         if self._b2 is not None:
-            for expert, own in choices.by_expert():
+            for expert, own in _slices(choices.counts):
                 self._b2.add(_Part(expert, grad[own] * choices.weights[own, None]))
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:

@@ -6,8 +6,8 @@
     apex               Triton         apex                         apex                           an error
     torch              torch          torch                        torch                          torch
 
-auto means what is found and loses nothing. Before a kernel is used it computes a small example here: builds for another
-GPU or another torch, and a Triton without a C compiler, fail at that, with a reason.
+auto: what is found and loses nothing. Before a kernel is used it computes a small example here, at which builds for
+another GPU or another torch, and a Triton without a C compiler, fail with a reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ ELEMENTWISE = "elementwise operations"
 _OLDEST_TRITON, _OLDEST_GPU = (3, 6), (8, 0)  # the Triton of torch 2.10; Ampere, which has bf16
 # of the examples: some roundings of results of about 1
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-_APEX_AND_TORCH: tuple[Literal["apex", "torch"], ...] = ("apex", "torch")
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,10 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Chosen kernels: of AdamW (None with another optimizer), norms and elementwise operations (None if the model is
-    not ours).
-    """
+    """The chosen kernels."""
 
-    adamw: FusedKernel | None
-    norm: FusedKernel | None
+    adamw: FusedKernel | None  # None with another optimizer
+    norm: FusedKernel | None  # None, as elementwise, if the model is not ours
     elementwise: FusedKernel | None = None
 
     @property
@@ -233,8 +230,8 @@ def _adamw_example(use: KernelUse) -> float:
 
 def _norm_example(use: KernelUse) -> float:
     assert use.norm is not None
-    by_apex, by_torch = (_norm_results(use, replace(use.norm, kernel=kernel)) for kernel in _APEX_AND_TORCH)
-    return _difference(by_apex, by_torch)
+    kernels: tuple[Literal["apex", "torch"], ...] = ("apex", "torch")
+    return _difference(*(_norm_results(use, replace(use.norm, kernel=kernel)) for kernel in kernels))
 
 
 def _norm_results(use: KernelUse, spec: NormSpec) -> list[Tensor | None]:

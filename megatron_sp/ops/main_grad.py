@@ -1,7 +1,4 @@
-"""Destination of weight gradients: directly into a flat buffer if there is one, else through autograd.
-
-So a gradient is produced once, in its final place and dtype.
-"""
+"""Weight gradients go directly into a flat buffer, once and in their final dtype; without one through autograd."""
 
 from __future__ import annotations
 
@@ -16,34 +13,29 @@ from megatron_sp.ops.kernels.launch import is_fused
 
 
 class MainGrad(Protocol):
-    """Interface of the flat gradient buffers for ops (implemented in ``optim/gradients.py``)."""
+    """Flat gradient buffers as ops see them (``optim/gradients.py``)."""
 
     defers: bool  # gradients of some parameters are put off now: ``later`` has to be asked
     held: Container[int]  # ids of the parameters that have a buffer
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the view for ``param`` and whether to overwrite it (first gradient of the step); None if not held."""
+        """Return the view for ``param`` and whether to overwrite it (first of the step); None if not held."""
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        """Reserve a view in the forward pass, for an op that computes its gradient there (the LM head).
+        # in the forward pass, for an op that computes its gradient there (the LM head): nothing else may write to the
+        # view before ``finish``. None if there is a gradient already, or no buffer
+        ...
 
-        Nothing else may write to it before ``finish``. Returns None if it already has a gradient, or is not held.
-        """
-
-    def finish(self, param: Tensor) -> None:
-        pass
+    def finish(self, param: Tensor) -> None: ...
 
     def later(self, param: Tensor, write: Callable[[], object]) -> bool:
-        """Keep ``write``, which stores a gradient, if those of ``param`` are put off now; return whether they are.
-
-        Its operands must not be changed in place any more.
-        """
+        """Keep ``write`` if gradients of ``param`` are put off now; then its operands may not be changed any more."""
 
     def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None:
         """Put sums over parts in reserved places (``ops/kernels/biases.py``), now or later."""
 
     def cover(self) -> None:
-        """Write what was put off until now to have work under an exchange that has been started."""
+        """Write what was put off, to have work under an exchange that has been started."""
 
 
 _16_BIT = (torch.bfloat16, torch.float16)
@@ -52,10 +44,7 @@ _16_BIT = (torch.bfloat16, torch.float16)
 def put_weight_grad(
     main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor, *, may_defer: bool = True
 ) -> Tensor | None:  # fmt: skip
-    """Compute the weight gradient of ``y = x @ weight.T``: [tokens, out], [tokens, in] -> [out, in].
-
-    Returns None if it was written to the main_grad.
-    """
+    """Compute grad_out.T @ x: [tokens, out], [tokens, in] -> [out, in]; None if it went to the main_grad."""
     if main_grad is None:
         return grad_out.t() @ x
     # nothing waits for it but the optimizer: a backward pass can hand on the gradient of its input first (zero-bubble
@@ -73,9 +62,7 @@ def put_weight_grad(
 
 
 def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> None:
-    """Write (``fresh``) or add grad_out.T @ x, [tokens, out] and [tokens, in], to ``view`` [out, in], which may be
-    wider.
-    """
+    """Write (``fresh``) or add grad_out.T @ x to ``view`` [out, in], which may be of a wider dtype."""
     # the tensor cores of a GPU accumulate in fp32: the result goes directly into an fp32 view, without a temporary
     if view.dtype == grad_out.dtype:
         torch.mm(grad_out.t(), x, out=view) if fresh else torch.addmm(view, grad_out.t(), x, out=view)
@@ -89,7 +76,7 @@ def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> No
 
 
 def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return grad_out.T @ x, [tokens, out] and [tokens, in] -> [out, in], to be stored in a buffer of ``dtype``."""
+    """Return grad_out.T @ x, to be stored in a buffer of ``dtype``."""
     if x.is_cuda and dtype == torch.float32 != x.dtype:
         # the tensor cores accumulate in fp32: keep those bits
         return torch.mm(grad_out.t(), x, out_dtype=torch.float32)
@@ -97,7 +84,7 @@ def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_defer: bool = True) -> Tensor | None:
-    """Store an already computed gradient (bias, norm) in the main_grad; return it if none holds the parameter."""
+    """Store a gradient (of a bias, of a norm) in the main_grad; return it if none holds the parameter."""
     if main_grad is None:
         return grad.to(param.dtype)
     if may_defer and main_grad.defers:
@@ -113,7 +100,7 @@ def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_def
 
 
 def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bool:
-    """Return whether all gradients of these parameters go to the main_grad: autograd need not know of them."""
+    """Return whether autograd need not know of these parameters: their gradients go to the main_grad."""
     if main_grad is None:
         return False
     held = main_grad.held  # one that autograd knows has a node, which every backward pass calls with nothing for it
@@ -124,10 +111,7 @@ def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bo
 
 
 def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -> Tensor | None:
-    """Compute the gradient of a bias, the sum over the rows of grad_out [tokens, out], in fp32 or wider.
-
-    Returns None if it was written to the main_grad.
-    """
+    """Sum the rows of grad_out [tokens, out], in fp32 or wider; None if the sum went to the main_grad."""
     if main_grad is None or main_grad.defers:
         return put_grad(main_grad, bias, column_sum(grad_out))
     reserved = main_grad.reserve(bias)
@@ -138,9 +122,7 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
 
 
 def add_column_sum(view: Tensor, x: Tensor, *, fresh: bool, main_grad: MainGrad | None = None) -> None:
-    """Write (``fresh``) or add the sum over the rows of x, [tokens, c] -> [c], to ``view``; a main_grad may do it
-    later.
-    """
+    """Write (``fresh``) or add the sum over the rows of x to ``view`` [c]; a main_grad may do it later."""
     wide = torch.float32 if x.dtype in _16_BIT else x.dtype
     if is_fused(x) and view.is_contiguous():
         from megatron_sp.ops.kernels import biases
@@ -158,7 +140,7 @@ def add_column_sum(view: Tensor, x: Tensor, *, fresh: bool, main_grad: MainGrad 
 
 
 def column_sum(x: Tensor) -> Tensor:
-    """Return the sum over the rows of x, [tokens, c] -> [c], in fp32 or wider."""
+    """Sum the rows of x in fp32 or wider: [tokens, c] -> [c]."""
     wide = torch.float32 if x.dtype in _16_BIT else x.dtype
     if not is_fused(x):
         return x.sum(0, dtype=wide)

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the last dim, statistics in fp32 (or wider), weight gradients into the main_grad.
 
-``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for a norm that is
-fused with the linear layer after it. On a GPU Triton's kernels compute it, or apex's where a spec asks for them.
+``norm_forward`` and ``norm_backward`` are the two halves of ``norm`` as plain functions, for a norm that is fused with
+the linear layer after it. On a GPU Triton's kernels compute it, or apex's where a spec asks for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class NormInFront:
-    """A norm before a linear layer with its parameters, [h] each, as an argument of ``linear``."""
+    """A norm before a linear layer, with its parameters [h]."""
 
     spec: NormSpec
     weight: Tensor
@@ -46,7 +46,7 @@ class NormInFront:
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, main_grad: MainGrad | None = None
 ) -> Tensor:
-    """Normalize x [..., h] over its last dim; ``weight`` and ``bias`` are [h], the bias for LayerNorm only."""
+    """Normalize x [..., h] over its last dim; ``weight`` and ``bias`` are [h]."""
     return _Norm.apply(x, weight, bias, spec, main_grad)
 
 
@@ -69,7 +69,7 @@ class _Norm(torch.autograd.Function):
 
 
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return (the normalized x in x's dtype, the statistics for ``norm_backward``)."""
+    """Return (the normalized x, the statistics for ``norm_backward``)."""
     if spec.kernel == "apex" and _is_for_apex(x):
         return _apex_forward(x, weight, bias, spec)
     if is_fused(x):
@@ -79,7 +79,9 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
         y, stats = norms.forward(x, weight, bias, spec.eps, centered=centered, zero_centered=spec.zero_centered)
         return y, (stats,)
     if spec.kind == "RMSNorm" and _is_for_torchs_rms_norm(x, spec):
-        return _torchs_rms_norm(x.contiguous(), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
+        scale = _scale(weight, spec.zero_centered).to(x.dtype)
+        y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), (x.shape[-1],), scale, spec.eps)
+        return y, (rstd,)
     if spec.kind == "LayerNorm":
         if is_small(x):
             wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
@@ -100,10 +102,7 @@ def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec,
     need: _Need, add: Tensor | None = None,
 ) -> _Gradients:  # fmt: skip
-    """Return the gradients of x (in its dtype), weight and bias (in fp32 or wider if summed so); None where not needed.
-
-    ``add``: another gradient of x, to be added to the first.
-    """
+    """Return the gradients of x, plus ``add``, weight and bias (in fp32 or wider if summed so), where needed."""
     if spec.kernel == "apex" and _is_for_apex(x):
         return _apex_backward(grad, x, weight, bias, stats, spec, need, add)
     if is_fused(x):
@@ -124,15 +123,12 @@ def norm_backward(
 
 
 def norm_gradients(
-    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: _Need,
-    passed: Tensor | None, *,
+    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: _Need, passed: Tensor | None, *,
     main_grad: MainGrad | None,
 ) -> _Gradients:  # fmt: skip
-    """Run backward of a norm; return what autograd needs, with the gradients of its parameters put in the main_grad.
+    """Return what autograd needs of a norm's gradients; those of its parameters go to the main_grad.
 
-    Args:
-        grad: gradient of the normed x.
-        passed: another gradient of x, from the residual branch, which is added.
+    ``passed``: another gradient of x, from the residual branch, which is added.
     """
     spec = norm.spec
     by_apex = spec.kernel == "apex" and _is_for_apex(x)
@@ -245,11 +241,6 @@ def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
     return x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
 
 
-def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-    y, rstd = torch.ops.aten._fused_rms_norm(x, (x.shape[-1],), scale, eps)
-    return y, (rstd,)
-
-
 def _is_for_apex(x: Tensor) -> bool:
     # the same in forward and backward, whose statistics differ in shape; apex has indices of 32 bits, and a launch
     # without rows is an error
@@ -267,8 +258,7 @@ def _apex_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 
 def _apex_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec,
-    need: _Need,
-    add: Tensor | None,
+    need: _Need, add: Tensor | None,
 ) -> _Gradients:  # fmt: skip
     kernels, params = availability.load("fused_layer_norm_cuda"), _apex_parameters(x, weight, bias, spec)
     backward = kernels.backward_affine if spec.kind == "LayerNorm" else kernels.rms_backward_affine

@@ -1,7 +1,6 @@
-"""Rotary position embedding, applied in place to queries and keys, even inside the fused QKV tensor.
+"""Rotary position embedding (arXiv:2104.09864), applied in place, even inside the fused QKV tensor.
 
-The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). Nothing else
-needs the unrotated values: backward is the rotation by the opposite angle.
+The pairs are (i, i + rotated/2), as in GPT-NeoX, Llama and Megatron. Backward is the rotation by the opposite angle.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ from megatron_sp.ops.kernels.launch import is_fused
 
 @dataclass(frozen=True)
 class RotaryStretch:
-    """RoPE scaling: slower rotation for sequences longer than those of pretraining.
-
-    Source: arXiv:2306.15595 (all divided); Llama 3.1's model card and released code (by wavelength).
-    """
+    """Slower rotation for longer sequences: all divided (arXiv:2306.15595), or by wavelength (Llama 3.1)."""
 
     # a frequency makes original_length / wavelength turns over a pretraining sequence: with fewer than ``low`` it is
-    # divided by ``factor``; with more than ``high``, which distinguishes neighbouring positions, it is kept; in between
-    # the two are interpolated. Infinite: all are divided, which is the same as dividing the positions
+    # divided by ``factor``; with more than ``high`` it is kept; in between the two are interpolated. Infinite: all are
+    # divided, which is the same as dividing the positions
     factor: float = 1.0
     low: float = math.inf
     high: float = math.inf
@@ -48,12 +44,9 @@ def rotary_tables(
     positions: Tensor, rotated_dim: int, base: float, dtype: torch.dtype = torch.float32,
     stretch: RotaryStretch = NOT_STRETCHED,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return cos and sin of position * base^(-2i/rotated_dim), with scaled frequencies: [*positions.shape, rotated_dim
-    / 2].
+    """Return cos and sin of position * base^(-2i/rotated_dim), [*positions.shape, rotated_dim / 2].
 
-    Args:
-        positions: int64 [s], global positions, or [s, b] if they differ between sequences.
-        rotated_dim: number of rotated channels of each head; even.
+    ``positions``: global ones, int64 [s], or [s, b] if they differ between sequences.
     """
     # in fp64, so that position 1,000,000 is as accurate as position 1
     exponent = torch.arange(0, rotated_dim, 2, device=positions.device, dtype=torch.float64) / rotated_dim
@@ -62,11 +55,9 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: int = 1, rotated: int = 1) -> Tensor:
-    """Rotate heads of ``x`` [s, ..., c] in place and return it; cos and sin from ``rotary_tables``.
+    """Rotate heads of ``x`` [s, ..., c] in place: of every ``heads`` consecutive ones the first ``rotated``.
 
-    Of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in the fused QKV, in
-    which r
-    queries, a key and a value follow each other. c is a multiple of heads * head_dim; the next dim after s of b.
+    These are r + 2 and r + 1 in the fused QKV, in which r queries, a key and a value follow each other.
     """
     return _Rotary.apply(x, cos, sin, head_dim, heads, rotated)
 
@@ -89,9 +80,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, back: bool = False) -> None:
-    """Do what ``apply_rotary`` does to all heads of x [s, ..., c], contiguous, without a graph; ``back``: the other
-    way.
-    """
+    """Rotate all heads of x [s, ..., c], contiguous, without a graph; ``back``: by the opposite angle."""
     rotate_(_turning(x, head_dim, 1, 1), cos, sin, back=back)
 
 
@@ -101,10 +90,7 @@ def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
-    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place, ``back`` by the opposite angle.
-
-    m must be a multiple of b if the tables have a dim b.
-    """
+    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d]; b divides m if the tables have a dim b."""
     if is_fused(x) and x.stride(-1) == 1:
         from megatron_sp.ops.kernels import rotary
 

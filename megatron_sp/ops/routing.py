@@ -1,15 +1,13 @@
 """Routing of tokens to experts: which experts each token goes to, with which weights, and the gradients of the logits.
 
-    scores    softmax or sigmoid of the logits, in fp32 (or wider)
-    chosen    the top k experts of each token; a loss-free bias (arXiv:2408.15664) is added for the choice only; with
-              groups (arXiv:2412.19437) the experts of the best groups alone can be chosen
-    weights   softmax: of the logits of the chosen experts alone; with pre_softmax their scores, which do not sum to 1
-              sigmoid: the scores of the chosen experts, divided by their sum if there are several
-    balance   E / (k T^2) * sum over experts of c_e * sum over tokens of q_te, for a group of T tokens in which c_e have
-              chosen expert e; q are the scores, which sum to 1 (arXiv:2101.03961, arXiv:2412.19437, arXiv:2501.11873)
-    z         mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906)
-
-Everything here is local to a rank, without autograd.
+scores    softmax or sigmoid of the logits, in fp32 (or wider)
+chosen    the top k; a loss-free bias (arXiv:2408.15664) is added for the choice only; with groups
+          (arXiv:2412.19437) experts of the best groups alone
+weights   softmax: of the logits of the chosen experts alone; with pre_softmax their scores, which do not sum to 1
+          sigmoid: the scores of the chosen experts, divided by their sum if there are several
+balance   E / (k T^2) * sum over experts of c_e * sum over tokens of q_te, for T tokens of which c_e have chosen
+          expert e; q are the scores, which sum to 1 (arXiv:2101.03961, arXiv:2412.19437, arXiv:2501.11873)
+z         mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906)
 """
 
 from __future__ import annotations
@@ -38,19 +36,14 @@ class RoutingSpec:
 
 
 class Routed(NamedTuple):
-    """Choice of some tokens."""
+    """The experts of some tokens."""
 
     chosen: Tensor  # int64 [tokens, k], the best expert first
     weights: Tensor  # [tokens, k], in the dtype of the logits
 
 
 def route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None, chosen: Tensor | None = None) -> Routed:
-    """Choose experts of logits [tokens, E], fp32 or wider, and compute their weights.
-
-    Args:
-        bias: [E], added to the scores for the choice only (sigmoid).
-        chosen: the choice, made before: only the weights are computed.
-    """
+    """Choose experts by logits [tokens, E], unless they are ``chosen``, and compute their weights."""
     if chosen is None:
         chosen = choose(logits, spec, bias)
     if spec.score_function == "sigmoid":
@@ -64,7 +57,7 @@ def route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None, chosen:
 
 
 def choose(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
-    """Return the chosen experts, int64 [tokens, k], the best first."""
+    """Return experts, int64 [tokens, k], the best first."""
     ranked = ranking(logits, spec, bias).clone()
     chosen = torch.empty(len(logits), spec.top_k, dtype=torch.int64, device=logits.device)
     # of equal ones max finds the first, so that no layout, kernel or order of rows decides; a stable sort takes several
@@ -77,7 +70,7 @@ def choose(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Ten
 
 
 def ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
-    """Return what experts are ranked by, [tokens, E]: -inf for those of groups that are not chosen."""
+    """Return what experts are ranked by, [tokens, E]; -inf in groups that are not chosen."""
     if bias is None and spec.num_groups == 1:
         return logits  # which have the order of the scores and no ties that rounding made
     scores = torch.sigmoid(logits) if spec.score_function == "sigmoid" else torch.softmax(logits, 1)
@@ -93,7 +86,7 @@ def ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Te
 
 
 def margins(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
-    """Return by how much the last chosen expert of each token is ahead of the first that is not chosen, [tokens]."""
+    """Return how far each token's last chosen expert is ahead of the next one, [tokens]."""
     ranked = ranking(logits, spec, bias)
     if spec.top_k == spec.num_experts:
         return torch.full_like(ranked[:, 0], float("inf"))
@@ -102,7 +95,7 @@ def margins(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Te
 
 
 def count_chosen(chosen: Tensor, num_experts: int, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
-    """Return how many tokens have chosen each expert, int64 [num_groups, E]; ``groups``: [tokens], which is whose."""
+    """Count the tokens of each expert, int64 [num_groups, E]; ``groups`` [tokens]: which is whose."""
     numbers = chosen if groups is None else chosen + groups[:, None] * num_experts
     counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=chosen.device)
     # integers: the order in which they are added up does not matter
@@ -111,7 +104,7 @@ def count_chosen(chosen: Tensor, num_experts: int, groups: Tensor | None = None,
 
 
 def balance_scores(logits: Tensor, spec: RoutingSpec) -> Tensor:
-    """Return q, the scores that the balance term has, [tokens, E]: they sum to 1."""
+    """Return q, the scores of the balance term, [tokens, E]."""
     if spec.score_function == "softmax":
         return torch.softmax(logits, 1)
     scores = torch.sigmoid(logits)
@@ -122,11 +115,9 @@ def logits_backward(
     logits: Tensor, routed: Routed, spec: RoutingSpec, grad_weights: Tensor, grad_scores: Tensor | None = None,
     z_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the logits, [tokens, E].
+    """Return the gradient of the logits; ``grad_scores``: of ``balance_scores``, for each token or one row for all.
 
-    Args:
-        grad_scores: of ``balance_scores``, [tokens, E] or one row for all tokens.
-        z_weight: factor of the sum over tokens of logsumexp(logits)^2, a scalar.
+    ``z_weight``: scalar factor of the sum over tokens of logsumexp(logits)^2.
     """
     chosen, weights = routed
     if spec.score_function == "softmax":

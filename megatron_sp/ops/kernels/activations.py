@@ -20,7 +20,7 @@ KINDS = {
     "swiglu": SILU, "geglu": GELU, "geglu_tanh": GELU_TANH, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU,
     "squared_relu": SQUARED_RELU,
 }  # fmt: skip
-"""Function of each activation; a gated one applies it to the gate."""
+"""A gated activation applies its function to the gate."""
 
 
 @triton.jit
@@ -119,10 +119,7 @@ def forward(u: Tensor, name: str, *, gated: bool) -> Tensor:
 def backward_(
     grad: Tensor, u: Tensor, name: str, *, gated: bool, wants_out: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of u, and with ``wants_out`` the output of a gated activation, in the memory of ``grad``.
-
-    Without a gate the gradient of u takes that memory.
-    """
+    """Return the gradient of u, and with ``wants_out`` the output of a gated activation, in the memory of ``grad``."""
     assert gated or not wants_out, "there is no memory for the output: the gradient of u takes that of grad"
     grad, u = grad.contiguous(), u.contiguous()
     width = grad.shape[-1]
@@ -130,7 +127,7 @@ def backward_(
     grid = (grad.numel() // width, ceil_div(width, _BLOCK))
     launch(
         activation_backward_kernel, grid, (grad, u, grad_u, grad, width), reads=[grad, u],
-        writes=[grad_u, grad] if wants_out else [grad_u], KIND=KINDS[name], GATED=gated, WANTS_OUT=wants_out,
-        BLOCK=_BLOCK,
+        writes=[grad_u, grad] if wants_out else [grad_u],
+        KIND=KINDS[name], GATED=gated, WANTS_OUT=wants_out, BLOCK=_BLOCK,
     )  # fmt: skip
     return grad_u, grad if wants_out else None

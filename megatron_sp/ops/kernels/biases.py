@@ -1,7 +1,7 @@
 """Biases in Triton: sums over rows that go into their place, and a bias added in one pass.
 
-Many rows are summed in parts, and then the parts (``finish``), which is also how norms end their backward pass. Which
-rows make a part depends on the shape alone, and there are no atomics.
+Many rows are summed in parts, and then the parts (``finish``), as norms end their backward pass. Which rows make a part
+depends on the shape alone, and there are no atomics.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_sp.ops.kernels.launch import ceil_div, launch, power_of_2, warps_of
 
 Target = tuple[Tensor, bool]
-"""Where a sum goes, contiguous, and whether it overwrites what is there, or is added."""
+"""Where a sum goes, contiguous, and whether it overwrites what is there."""
 Sum = tuple[Tensor, Target]
 """Parts of a sum over rows, [parts, c] with rows that are contiguous, and where it goes."""
 
@@ -90,12 +90,12 @@ def add_bias_kernel(X, BIAS, Y, rows, width, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 def put_column_sums(x: Tensor, target: Target) -> None:
-    """Put the sum over the rows of x [rows, c] in its place [c]."""
+    """Put the sum over the rows of x in its place [c]."""
     finish([(column_parts(x), target)])
 
 
 def column_parts(x: Tensor) -> Tensor:
-    """Return parts of the sum over the rows of x [rows, c]: x itself if it has few rows, else fp32 [parts, c]."""
+    """Return parts of the sum over the rows of x: x itself if these are few, else fp32 [parts, c]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = x.shape
     if rows <= _FEW_ROWS:
@@ -103,11 +103,9 @@ def column_parts(x: Tensor) -> Tensor:
     blocks = ceil_div(width, _COLUMNS)
     per_part = ceil_div(ceil_div(rows, min(ceil_div(_PROGRAMS, blocks), ceil_div(rows, 4 * _ROWS))), _ROWS) * _ROWS
     parts = torch.empty(ceil_div(rows, per_part), width, dtype=torch.float32, device=x.device)
-    launch(
-        column_parts_kernel, (blocks, parts.shape[0]), (x, parts, rows, width, x.stride(0), per_part), reads=[x],
-        writes=[parts],
-        ROWS=_ROWS, BLOCK=_COLUMNS,
-    )  # fmt: skip
+    operands = x, parts, rows, width, x.stride(0), per_part
+    grid = blocks, parts.shape[0]
+    launch(column_parts_kernel, grid, operands, reads=[x], writes=[parts], ROWS=_ROWS, BLOCK=_COLUMNS)
     return parts
 
 
@@ -129,13 +127,12 @@ def finish(sums: Sequence[Sum]) -> None:
 
 
 def add_bias(x: Tensor, bias: Tensor, out: Tensor) -> None:
-    """Write x + bias, [rows, c] and [c], to ``out``; both contiguous."""
+    """Write x + bias, [rows, c] and [c], to ``out``."""
     rows, width = x.shape
     block = min(power_of_2(width), 1024)
     assert x.is_contiguous() and out.is_contiguous(), "one offset is for both"
     tile = 4096 // block
     launch(
-        add_bias_kernel, (ceil_div(rows, tile), ceil_div(width, block)), (x, bias, out, rows, width), reads=[x, bias],
-        writes=[out],
-        warps=warps_of(block * tile), ROWS=tile, BLOCK=block,
+        add_bias_kernel, (ceil_div(rows, tile), ceil_div(width, block)), (x, bias, out, rows, width),
+        reads=[x, bias], writes=[out], warps=warps_of(block * tile), ROWS=tile, BLOCK=block,
     )  # fmt: skip

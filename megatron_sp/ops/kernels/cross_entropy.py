@@ -1,10 +1,10 @@
 """Cross entropy of a chunk of logits in Triton; the plain form is in ``parallel/lm_head.py``.
 
-    statistics   of each row: maximum, sum of exp(logit - maximum), logit of the label       one pass
+    statistics   of each row: maximum, sum of exp(logit - maximum), logit of the label         one pass
     gradient     (exp(logit - maximum) / sum - onehot) * weight, in the dtype of the model     one pass
 
-Between the two a tp group agrees on maximum and sum. Rows from ``valid`` on are padding of the table: they count as
-minus infinity. The online sum is that of Milakov and Gimelshein (arXiv:1805.02867).
+In between a tp group agrees on maximum and sum, which are computed online (arXiv:1805.02867). Rows from ``valid`` on
+are padding of the table.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -77,10 +77,8 @@ def cross_entropy_gradient_kernel(
 def statistics(logits: Tensor, labels: Tensor, valid: int, results: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Return fp32 [3, t]: each row's maximum, its sum of exp(logit - maximum), and the logit of its label.
 
-    Args:
-        labels: int64 [t]; -1 where another rank has it, whose logit here is 0.
-        results: where a rank has the whole table: receives losses, fp32 [t], and whether no logit is larger than the
-            label's, bool [t]; labels outside of the table are then clamped to it.
+    Labels, int64 [t], are -1 where another rank has them. Where a rank has the whole table, ``results`` receive losses,
+    fp32 [t], and whether no logit is larger than the label's, bool [t]; labels are then clamped to the table.
     """
     tokens, width = logits.shape
     stats = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
@@ -97,10 +95,7 @@ def gradient(
     logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, valid: int, dtype: torch.dtype, *,
     whole: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return weight * d loss / d logits [t, rows] in ``dtype``; in the memory of the logits if that is theirs.
-
-    ``stats``: maximum and sum over the rows of all ranks; ``whole``: this rank has the whole table.
-    """
+    """Return weight * d loss / d logits in ``dtype``, in the memory of the logits if it is theirs."""
     tokens, width = logits.shape
     grad = logits if dtype == logits.dtype else torch.empty(tokens, width, dtype=dtype, device=logits.device)
     launch(

@@ -1,11 +1,10 @@
-"""Launches of compiled kernels without the path through Triton's JIT, which costs the host more than most kernels take.
+"""Launches of compiled kernels without Triton's JIT, which costs the host more than most kernels take.
 
     JIT       bind the arguments, specialize each, make a string of that, look it up, collect metadata, launch
     here      a tuple of what Triton specializes by, look it up, launch
 
-The first launch with a signature goes through the JIT, which compiles the kernel where need be and returns it; later
-ones call that kernel's launcher. The JIT keeps the launch where hooks want to see it, on GPUs other than NVIDIA's,
-under the interpreter, and with a Triton whose launchers are not known here.
+The first launch with a signature goes through the JIT, which compiles the kernel and returns it. The JIT keeps launches
+that hooks want to see, GPUs other than NVIDIA's, the interpreter, and a Triton whose launchers are not known here.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ _compiled: dict[Hashable, _Compiled] = {}
 
 
 def signature(arguments: Sequence[Any]) -> tuple[Hashable, ...] | None:
-    """Return what a kernel is compiled for, of its run-time arguments; None if one is not known here."""
-    # never less than what Triton tells kernels apart by: so one that was compiled for an aligned address never gets
-    # another one
+    """Return what Triton specializes a kernel by, of its run-time arguments; None if one is not known here."""
+    # never less than that: one that was compiled for an aligned address must not get another one
     kinds: list[Hashable] = []
     for x in arguments:
         kind: type = type(x)
@@ -57,7 +55,7 @@ def signature(arguments: Sequence[Any]) -> tuple[Hashable, ...] | None:
 def run(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream of the current device, with its compile-time ``constants`` by name."""
+    """Launch a kernel on the current stream, with its compile-time ``constants`` by name."""
     triton = _triton()
     of_arguments = None if triton is None else signature(arguments)
     if triton is None or of_arguments is None or _is_watched(kernel, triton.hooks):
@@ -82,8 +80,8 @@ def run(
 
 
 def _is_watched(kernel: Any, hooks: Any) -> bool:
-    # by a profiler's hooks or the kernel's; also one that is interpreted, which has no hooks of its own
-    # a function or None; from Triton 3.5 on lists of functions
+    # by a profiler's hooks (a function or None, from Triton 3.5 on lists) or the kernel's; also one that is
+    # interpreted, which has no hooks of its own
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     return bool(
         getattr(kernel, "pre_run_hooks", True)

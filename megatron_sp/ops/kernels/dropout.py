@@ -89,19 +89,13 @@ def dropout(
 
 
 def token_keys(key: int, step: Tensor | None, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the keys of a micro-batch's tokens, int64 [s, b].
-
-    Args:
-        key: of seed and step, or of the seed: then ``step`` is an int64 scalar on the device.
-        sample_ids, positions: int64 [b] and [s].
-    """
+    """Return the keys of tokens, int64 [s, b]; ``key``: of seed and step, or of the seed, with a step on the device."""
     samples, positions = sample_ids.contiguous(), positions.contiguous()
     keys = torch.empty(positions.numel(), samples.numel(), dtype=torch.int64, device=samples.device)
     launch(
         token_keys_kernel, (ceil_div(keys.numel(), _TOKENS),),
         (samples, positions, samples if step is None else step, keys, keys.numel(), samples.numel(), key),
         reads=[samples, positions] if step is None else [samples, positions, step], writes=[keys],
-        STEP_ON_DEVICE=step is not None,
-        BLOCK=_TOKENS,
+        STEP_ON_DEVICE=step is not None, BLOCK=_TOKENS,
     )  # fmt: skip
     return keys

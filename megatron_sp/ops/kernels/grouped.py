@@ -1,9 +1,8 @@
-"""Weight gradients of several experts in one launch, added up in fp32, in Triton; the plain form is a product for each.
+"""Weight gradients of several experts in one launch, in Triton; the plain form is a product for each.
 
     weight[e] (+)= sum over the rows r of expert e of grad[r]^T x[r]      rows of an expert lie one behind another
 
-``torch._grouped_mm`` of two matrices makes the same products, but rounds them to 16 bits: a buffer of the experts'
-size, another pass to add it up, and the error of 16 bits in each micro-batch's share.
+``torch._grouped_mm`` rounds such products to 16 bits, which takes a buffer, another pass to add it up, and bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -77,13 +76,11 @@ def _put(total, to, out, column, width_out, width_in, count, FRESH: tl.constexpr
 
 
 def weight_grads(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, rows: Tensor | None, *, fresh: bool) -> None:
-    """Write (``fresh``) or add the weight gradients of experts to ``out`` [E, out, in], fp32.
+    """Write (``fresh``) or add the experts' products grad.T @ x to ``out`` [E, out, in], fp32.
 
     Args:
-        grad: [n, out], 16 bits: gradients of the products' rows, sorted by expert.
-        x: [n, in]: the rows that were multiplied; with ``rows`` [any, in].
-        ends: int32 [E]: where the rows of each expert end.
-        rows: int64 [n]: which row of x belongs to which of ``grad``.
+        grad: [n, out], rows sorted by expert, which end at ``ends``, int32 [E].
+        x: [n, in], or [any, in] with ``rows``, int64 [n], the row of x for each of ``grad``.
     """
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     experts, width_out, width_in = out.shape
@@ -99,6 +96,6 @@ def weight_grads(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, rows: Tenso
 
 
 def takes(out: Tensor, grad: Tensor, x: Tensor) -> bool:
-    """Return whether ``weight_grads`` computes these products into this destination: from 16 bits into fp32."""
+    """Return whether ``weight_grads`` computes these products: from 16 bits into fp32."""
     is_narrow = grad.dtype == x.dtype and grad.dtype in (torch.bfloat16, torch.float16)
     return is_narrow and out.dtype == torch.float32 and out.is_contiguous() and out.shape[1] * out.shape[2] < 2**31

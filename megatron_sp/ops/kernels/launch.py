@@ -1,7 +1,7 @@
 """Choice and launch of Triton's kernels.
 
-Whether they are used is a property of the process, set once at start (--fused-kernels): an operation and its backward
-must agree about it, recomputation included.
+Whether they are used is set once for the process (--fused-kernels): an operation, its backward and its recomputation
+must agree about it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from torch import Tensor
 
 from megatron_sp.ops.kernels import direct
 
-DEVICE = "cuda"
-"""Type of the device that the kernels run on; under Triton's interpreter tests set it to the CPU."""
+DEVICE = "cuda"  # type of the device that the kernels run on; under Triton's interpreter tests set it to the CPU
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 8192
-"""Elements of a row that a program holds in registers; it loops over wider ones."""
+WIDEST = 8192  # elements of a row that a program holds in registers; it loops over wider ones
 
 _in_use = False
 
 
 @dataclass(slots=True)
 class Launch:
-    """A kernel with its grid and arguments, ready to be queued."""
+    """A kernel ready to be queued."""
 
     kernel: Any  # a function that ``triton.jit`` has decorated
     grid: tuple[int, ...]  # programs along each axis; none of them is 0
@@ -53,21 +51,19 @@ def _run(launch: Launch) -> None:
     direct.run(launch.kernel, launch.grid, launch.arguments, launch.constants, launch.options)
 
 
-launcher: Callable[[Launch], None] = _run
-"""What launches kernels."""
+launcher: Callable[[Launch], None] = _run  # what launches kernels
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, reads: Sequence[Tensor], writes: Sequence[Tensor],
-    warps: int = 4,
-    stages: int | None = None, **constants: Any,
+    warps: int = 4, stages: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel; see ``Launch``."""
     launcher(Launch(kernel, grid, arguments, reads, writes, constants, warps, stages))
 
 
 def use_triton(yes: bool) -> None:
-    """Compute with Triton's kernels from now on, or with plain torch, which is the default."""
+    """Compute with Triton's kernels from now on, or with plain torch."""
     global _in_use
     _in_use = yes
 
@@ -84,12 +80,12 @@ def using_triton(yes: bool = True) -> Iterator[None]:
 
 
 def is_fused(x: Tensor) -> bool:
-    """Return whether a Triton kernel computes an operation on x."""
+    """Return whether Triton computes an operation on x."""
     return _in_use and x.device.type == DEVICE and x.dtype in DTYPES and x.numel() > 0
 
 
 def is_fused_on(device: torch.device) -> bool:
-    """Return whether the Triton kernels compute on this device."""
+    """Return whether Triton's kernels are in use on a device."""
     return _in_use and device.type == DEVICE
 
 
@@ -102,5 +98,5 @@ def power_of_2(n: int) -> int:
 
 
 def warps_of(elements: int) -> int:
-    """Return the number of warps for a program that works on this many elements at a time: 16 for each thread."""
+    # of a program that works on so many elements at a time: 16 for each thread
     return min(max(elements // 512, 4), 16)

@@ -220,17 +220,10 @@ def forward(
 
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, need: tuple[bool, bool, bool], add: Tensor | None, *,
-    zero_centered: bool,
-    into: tuple[Target | None, Target | None] = (None, None), put: Callable[[Sequence[Sum]], None] = finish,
+    zero_centered: bool, into: tuple[Target | None, Target | None] = (None, None),
+    put: Callable[[Sequence[Sum]], None] = finish,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of x, in its dtype, weight and bias, in fp32; None if not needed or put ``into`` its place.
-
-    Args:
-        need: flags of x, weight and bias.
-        add: another gradient of x, of its shape.
-        into: where the gradients of weight and bias go.
-        put: puts sums there, now or later.
-    """
+    """Return the gradients of x, plus ``add``, of weight and bias, in fp32; None if not needed or ``put`` elsewhere."""
     grad, x, add = grad.contiguous(), x.contiguous(), None if add is None else add.contiguous()
     centered, width = stats.shape[0] == 2, x.shape[-1]
     rows = x.numel() // width
@@ -241,17 +234,14 @@ def backward(
     grad_x = torch.empty_like(x) if need[0] else None
     sums = torch.empty(num_sums, programs, width, dtype=torch.float32, device=x.device)
     ahead = {} if is_wide else {"AHEAD": _ahead(width, block * tile, x.element_size())}
+    added, to = x if add is None else add, x if grad_x is None else grad_x
     launch(
         wide_norm_backward_kernel if is_wide else norm_backward_kernel, (programs,),
-        (
-            grad, x, weight, stats, x if add is None else add, x if grad_x is None else grad_x, sums,
-            rows, width, programs,
-        ),
+        (grad, x, weight, stats, added, to, sums, rows, width, programs),
         reads=[grad, x, weight, stats] if add is None else [grad, x, weight, stats, add],
         writes=[t for t in (grad_x, sums) if t is not None and t.numel()], warps=8 if block * tile <= 4096 else 16,
         ROWS=tile, BLOCK=block, CENTERED=centered, ZERO_CENTERED=zero_centered, HAS_ADD=add is not None,
-        WANTS_X=need[0],
-        NUM_SUMS=num_sums, **ahead,
+        WANTS_X=need[0], NUM_SUMS=num_sums, **ahead,
     )  # fmt: skip
     results: list[Tensor | None] = [None, None]
     here, elsewhere = list[Sum](), list[Sum]()

@@ -80,8 +80,7 @@ def pack_kernel(
 
 @triton.jit
 def _of_head(from_q, from_k, from_v, channel, head, queries, mask):
-    # channels of a packed head, which is a query, the key or the value of its group: two of the three loads are masked
-    # out
+    # channels of a packed head, a query, the key or the value of its group: two of the three loads are masked out
     q = tl.load(from_q + channel, mask=mask & (head < queries), other=0.0).to(tl.float32)
     k = tl.load(from_k + channel, mask=mask & (head == queries), other=0.0).to(tl.float32)
     v = tl.load(from_v + channel, mask=mask & (head > queries), other=0.0).to(tl.float32)
@@ -89,10 +88,7 @@ def _of_head(from_q, from_k, from_v, channel, head, queries, mask):
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
-    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place, ``back`` by the opposite angle.
-
-    cos and sin are fp32, [s, half], or [s, b, half] where m is a multiple of b.
-    """
+    """Rotate channels of x [s, m, n, d] in place, by fp32 tables [s, half], or [s, b, half] where b divides m."""
     s, m, n, _ = x.shape
     cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
     batch = cos.shape[1] if cos.ndim == 3 else 1
@@ -105,10 +101,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
 
 
 def pack(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the gradient of the packed heads, [s, m, r + 2, d], from [s, m, r, d] and twice [s, m, 1, d].
-
-    ``rotary``: cos and sin by which queries and keys were rotated.
-    """
+    """Return the gradient of the packed heads, [s, m, r + 2, d], turned back where ``rotary`` has turned them."""
     s, m, r, d = grad_q.shape
     grad_q, grad_k, grad_v = (g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k, grad_v))
     out = torch.empty(s, m, r + 2, d, dtype=grad_q.dtype, device=grad_q.device)
