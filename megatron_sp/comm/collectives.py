@@ -1,9 +1,4 @@
-"""Collectives as plain functions of (tensor, group), no-ops at group size 1; asynchronous ones return a handle.
-
-Tensors are contiguous, split and concatenated along dim 0. all_gather and reduce_scatter are each other's adjoints;
-all_to_all is its own with the counts swapped; that of an all_reduce whose result every rank uses in the same
-computation is the identity.
-"""
+"""Collectives as plain functions of (tensor, group), no-ops at group size 1; asynchronous ones return a handle."""
 
 from __future__ import annotations
 
@@ -29,18 +24,17 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class WaitError(RuntimeError):
-    """A message between two ranks did not arrive: the other one has died or is late."""
+    """A message did not arrive: the other rank has died or is late."""
 
 
 class Handle:
-    """A collective in flight. Neither operand nor result may be touched before ``wait()``, which holds for the current
-    stream (CPU: this thread); the handle keeps both alive, and warns if dropped.
-    """
+    """A collective in flight: until ``wait()``, on the current stream, neither operand nor result may be touched."""
 
     def __init__(
         self, work: dist.Work | None, result: Tensor, name: str, finish: Callable[[], Tensor] | None = None,
         operand: Tensor | None = None, expected: str = "",
     ) -> None:  # fmt: skip
+        # kept alive until the wait, as torch may forget them
         self._work, self._result, self._name, self._operand = work, result, name, operand
         self._finish = finish  # makes the result, after the wait
         self.expected = expected  # what is waited for, for a message; empty: torch's own error says all that is known
@@ -56,7 +50,6 @@ class Handle:
         return self
 
     def wait(self) -> Tensor:
-        """Return the result; a ``WaitError`` if a message that is ``expected`` does not arrive."""
         if self.waited:  # the buffer may already have been reused
             what = f"{self._name} of {tuple(self._result.shape)}"
             raise RuntimeError(f"wait() was called twice on {what}: keep its result instead")
@@ -131,7 +124,7 @@ def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] =
 
 
 def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
-    """Start concatenating all ranks' ``x``: [n, ...] -> [size * n, ...], into ``out``; at size 1 it is ``x`` itself."""
+    """Start concatenating all ranks' ``x``: [n, ...] -> [size * n, ...]; at size 1 ``x`` itself."""
     size = group.size()
     if size == 1:
         return done(x)
@@ -143,7 +136,7 @@ def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Hand
 
 
 def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
-    """Start summing ``x``; rank r gets part r: [size * n, ...] -> [n, ...], into ``out``; at size 1 ``x`` itself."""
+    """Start summing ``x``: [size * n, ...] -> [n, ...], part r on rank r; at size 1 ``x`` itself."""
     size = group.size()
     if size == 1:
         return done(x)
@@ -176,7 +169,7 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
 def all_to_all_async(
     send: Tensor, send_counts: Sequence[int], receive: Tensor, receive_counts: Sequence[int], group: Group
 ) -> Handle:
-    """Start exchanging segments of flat tensors; counts: elements to and from each rank. At size 1 it is ``send``."""
+    """Start exchanging segments of flat tensors, with counts of elements; at size 1 ``send`` itself."""
     if group.size() == 1:
         return done(send)
     group = announced(group, "all_to_all", send, send=send_counts, receive=receive_counts)
@@ -185,7 +178,7 @@ def all_to_all_async(
 
 
 def send_async(x: Tensor, group: Group, target: int, what: str = "a message") -> Handle:
-    """Start sending ``x`` to a rank of the world; ``what`` it is, for messages about a failure."""
+    """Start sending to a rank of the world."""
     return Handle(dist.isend(x, dst=target, group=group), x, "send", expected=f"rank {target} to take {what}")
 
 
@@ -195,7 +188,7 @@ def receive_async(into: Tensor, group: Group, source: int, what: str = "a messag
 
 
 def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
-    """Overwrite ``x`` with that of the group's rank ``group_src``."""
+    """Overwrite ``x`` with that of a rank of the group."""
     if group.size() > 1:
         group = announced(group, f"broadcast from {group_src}", x)
         dist.broadcast(x, group=group, group_src=group_src)

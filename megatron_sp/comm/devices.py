@@ -1,7 +1,4 @@
-"""The GPU of a process, and the check that it is nobody else's, before NCCL is asked, which would hang.
-
-With each process seeing one GPU alone, as device 0, one CUDA_VISIBLE_DEVICES for all shows only in the GPUs' identity.
-"""
+"""The GPU of a process, and the check that it is nobody else's."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def gpu_of(local_rank: int) -> torch.device:
-    """Return this process's GPU: the only one that it sees, or the one of its local rank."""
+    """Return the only visible GPU, or that of the local rank."""
     visible = torch.cuda.device_count()
     if visible == 1:
         return torch.device("cuda", 0)
@@ -30,7 +27,7 @@ def gpu_of(local_rank: int) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str:
-    """Return a GPU's UUID, or else host and place on the bus; "" for a CPU."""
+    # a GPU's UUID, or else host and place on the bus; "" for a CPU
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -42,7 +39,9 @@ def identity_of(device: torch.device) -> str:
 
 
 def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str) -> None:
-    """Refuse, on every rank with the same message, that two processes use one GPU. Collective."""
+    """Refuse on all ranks that two processes use one GPU. Collective."""
+    # before NCCL is asked, which would hang: with each process seeing one GPU alone, as device 0, a wrong setting, such
+    # as one CUDA_VISIBLE_DEVICES for all, shows only in the GPUs' identity
     if identity:
         owner = store.compare_set(f"gpu/{identity}", "", str(rank)).decode()
         if owner != str(rank):

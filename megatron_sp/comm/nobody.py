@@ -17,7 +17,7 @@ from megatron_sp.comm import collectives, groups, object_collectives
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of this rank, or a message to another one."""
+    """A collective or a message of this rank."""
 
     op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send
     group: Any
@@ -26,7 +26,7 @@ class Call:
 
 
 class Work:
-    """A collective that is complete, or a message, which no one knows to be: what is sent stays until the wait."""
+    # a collective is complete; of a message no one knows, so that what is sent stays until the wait
 
     def __init__(self, is_message: bool = False, on_wait: Callable[[], None] | None = None) -> None:
         self._is_message, self._on_wait = is_message, on_wait
@@ -65,7 +65,7 @@ def join_nobody(
 def count_collectives(
     undo: ExitStack, backend: str, tell: Callable[[str, Any, Tensor, int], Callable[[], None]]
 ) -> None:
-    """Let collectives do nothing but ``tell`` until ``undo`` is closed; groups need a size and a rank."""
+    """Let collectives do nothing but ``tell`` until ``undo`` is closed."""
 
     def sent(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
         return Work(op == "send", tell(op, group, x, num_bytes))

@@ -1,6 +1,6 @@
-"""Exchange of small Python values between ranks as JSON; one rank's failure raised on all, instead of a hang.
+"""Exchange of small Python values as JSON, where torch uses pickle; one rank's failure raised on all.
 
-torch's object collectives use pickle, which executes whatever the sender put into it. ``group=None`` is one process.
+``group=None`` is one process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RemoteError(ReportedError):
 
 @contextmanager
 def all_ranks_agree(group: Group) -> Iterator[None]:
-    """Make a block fail on all ranks if it fails on any: with their own error or a ``RemoteError``. Collective."""
+    """Make a block fail on all ranks if it fails on any. Collective."""
     failure: Exception | None = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Timeline of a step on one rank: when collectives ran, when the rank waited for them, and what it computed meanwhile.
+"""Timeline of a step on one rank: when collectives ran, when it waited for them, and what it computed meanwhile.
 
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it
     exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each
@@ -34,8 +34,9 @@ class Clock(Protocol):
 
     def seconds(self, begin: Moment, end: Moment) -> float: ...
 
-    def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None:
-        """Call ``tell`` with the moment at which a collective ends, if it is known; a lane keeps its order."""
+    def when_done(
+        self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]
+    ) -> None: ...  # call ``tell`` with the moment at which a collective ends, if it is known; a lane keeps its order
 
 
 class WallClock:
@@ -87,7 +88,7 @@ class CudaClock:
 
 
 class Collective(NamedTuple):
-    """A collective, described so that one of the same size can be run again."""
+    """What it takes to run a collective of the same size."""
 
     axis: Axis
     op: str  # all_to_all, all_reduce, all_gather or reduce_scatter; between stages send or receive
@@ -99,7 +100,7 @@ class Collective(NamedTuple):
 
 @dataclass
 class CollectiveRecord:
-    """A collective of the recorded step: when it was started, waited for and complete."""
+    """When a collective was started, waited for and complete."""
 
     recorder: Recorder
     what: Collective
@@ -161,7 +162,7 @@ class CallSite:
 
 
 class Span(NamedTuple):
-    """A computation or a wait, in seconds after the start of the step."""
+    """A computation or a wait, in seconds of the step."""
 
     label: str
     layer: int | None
@@ -171,7 +172,7 @@ class Span(NamedTuple):
 
 
 class CollectiveTimes(NamedTuple):
-    """A collective, in seconds after the start of the step."""
+    """A collective, in seconds of the step."""
 
     what: Collective
     name: str

@@ -1,8 +1,4 @@
-"""Placement of a rank's part of a parameter in the whole one, and which gradients must be summed over tp ranks.
-
-A part is a list of contiguous runs along one dim, in local order: one for a plain split, two for gate|up, or for a
-rank's own queries next to a key/value head that several ranks hold.
-"""
+"""Placement of a rank's part of a parameter in the whole one."""
 
 from __future__ import annotations
 
@@ -25,10 +21,12 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Placement of one parameter on one tp rank."""
+    """A parameter on one tp rank: contiguous runs along one dim."""
 
-    shape: tuple[int, ...]  # shape of the whole parameter, as in a checkpoint (without padding rows)
-    dim: int  # the dim that is split
+    # one run for a plain split, two for gate|up, or for own queries next to a key/value head that several ranks hold
+
+    shape: tuple[int, ...]  # of the whole parameter, as in a checkpoint (without padding rows)
+    dim: int  # that is split
     runs: tuple[tuple[int, int], ...]  # (start in the whole, length), in local order; local rows after them are padding
     sums: tuple[Sum, ...] = ()  # rows whose gradients must be summed
     # (local start, length) of rows that this rank adds to the gradient norm: each element of the whole on just one rank
@@ -37,7 +35,7 @@ class ShardSpec:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], tp_rank: int, tp_size: int, *, summed: bool = False) -> ShardSpec:
-        """Describe a parameter that all ranks hold; ``summed``: each uses it on a share of positions or heads."""
+        # a parameter that all ranks hold; ``summed``: each uses it on a share of positions or heads
         rows = shape[0] if shape else 1
         all_rows = ((0, rows),)
         sums = (Sum(0, rows, 0, 1),) if summed and tp_size > 1 else ()
@@ -45,7 +43,7 @@ class ShardSpec:
 
     @classmethod
     def split(cls, shape: tuple[int, ...], dim: int, runs: tuple[tuple[int, int], ...]) -> ShardSpec:
-        """Describe a parameter of which every rank holds different rows."""
+        # a parameter of which every rank holds other rows
         kept = tuple((start, length) for start, length in runs if length > 0)
         return cls(tuple(shape), dim, kept, (), ((0, sum(length for _, length in kept)),))
 
@@ -70,7 +68,7 @@ class ShardSpec:
             at += length
 
     def pieces_of(self, offsets: tuple[int, ...], block: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield the same for the runs of ``block``, a rectangle at ``offsets`` in the local part."""
+        # the same for the runs of ``block``, a rectangle at ``offsets`` in the local part
         if not self.shape:
             yield (), block
             return
