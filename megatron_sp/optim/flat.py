@@ -1,11 +1,6 @@
 """Flat buffers: parameters, gradients and optimizer state of a unit in one tensor each (ZeRO, arXiv:1910.02054).
 
 One collective, one norm and one fused kernel handle a whole unit: parameters and gradients are views of two buffers.
-
-    stage 0   every rank has everything
-    stage 1   master weights and optimizer state: this rank's range; parameters and, until reduced, gradients: full
-    stage 2   the same; gradients are reduced to the ranges in every micro-batch, so that few units have full ones
-    stage 3   parameters too: a rank keeps its range; ``optim/weights.py`` gathers a unit for as long as it is used
 """
 
 from __future__ import annotations
@@ -27,9 +22,13 @@ from megatron_sp.utils.numbers import round_up
 _ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds elements after the last full one differently
 
 
+# stage 0   every rank has everything
+# stage 1   master weights and optimizer state: this rank's range; parameters and, until reduced, gradients: full
+# stage 2   the same; gradients are reduced to the ranges in every micro-batch, so that few units have full ones
+# stage 3   parameters too: a rank keeps its range; ``optim/weights.py`` gathers a unit for as long as it is used
 @dataclass(frozen=True)
 class Zero:
-    """ZeRO stage, 0 to 3, and the group whose rank r keeps the r-th range of every unit."""
+    """ZeRO stage, 0 to 3, and the group over which units are sharded: rank r keeps the r-th range of every unit."""
 
     stage: int = 0
     group: Group = field(default=SINGLE_RANK)
@@ -45,7 +44,7 @@ NOT_SHARDED = Zero()
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's elements, ``start`` to ``stop``, in the flat buffers of its unit."""
+    """A parameter's elements in the flat buffers of its unit."""
 
     name: str
     param: nn.Parameter
@@ -60,12 +59,12 @@ class Slot:
 
 
 def is_decayed(param: Tensor, spec: ShardSpec | None = None) -> bool:
-    """Return whether a parameter has weight decay: matrices do, biases and norm weights do not, stacked or not."""
+    """Return whether a parameter has weight decay: matrices do, stacked or not."""
     return param.ndim - (0 if spec is None else spec.stacked) >= 2
 
 
 class FlatLayout:
-    """Places of parameters in a flat buffer: those with weight decay first, each aligned, padded to equal ranges."""
+    """Places of parameters in a flat buffer."""
 
     def __init__(
         self, params: list[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec], zero: Zero, dtype: torch.dtype
@@ -130,7 +129,7 @@ class FlatLayout:
 
 
 class KeptGrads(NamedTuple):
-    """A unit's gradient buffers: a captured graph writes into them in every step."""
+    """A unit's gradient buffers, for a captured graph."""
 
     grads: Tensor | None
     views: dict[int, Tensor]
@@ -140,8 +139,7 @@ class KeptGrads(NamedTuple):
 class FlatUnit:
     """Flat buffers of one unit: parameters, gradients, and the master weights that the optimizer updates.
 
-    Frozen parameters stay outside; only at stage 3 they are sharded too, in a buffer of their own. A parameter without
-    a spec is not split over tp; with ``offload`` master weights are in host memory (``optim/offload.py``).
+    Frozen parameters stay outside; only at stage 3 they are sharded too, in a buffer of their own.
     """
 
     def __init__(
@@ -236,7 +234,7 @@ class FlatUnit:
         self._grads, self.grad_views, self._grad_shard = kept or (None, {}, None)
 
     def gathered(self, flat: Tensor) -> Tensor:
-        """Gather all ranks' ranges into one full buffer. Collective."""
+        """Gather all ranks' ranges. Collective."""
         return all_gather_async(flat, self.zero.group).wait() if self.zero.stage > 0 else flat
 
     def counted(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:

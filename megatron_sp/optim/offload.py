@@ -1,11 +1,4 @@
-"""Master weights and optimizer state in host memory (``--offload-optimizer``), after ZeRO-Offload (arXiv:2101.06840).
-
-    device   reduced gradients of a unit ----copy----> |                                       |  parameters ------>
-    host                                               | clip, AdamW on the shard, round       | ----copy----^
-    when     during the rest of the last backward pass | after the norm is known, unit by unit | under the next unit's
-
-On a GPU the update rounds as the host does; on a CPU results are bitwise those without offload.
-"""
+"""Master weights and optimizer state in host memory (--offload-optimizer), after ZeRO-Offload (arXiv:2101.06840)."""
 
 from __future__ import annotations
 
@@ -16,8 +9,11 @@ from megatron_sp.ops.allocator import host_empty
 from megatron_sp.optim.flat import FlatUnit
 
 
+# device   reduced gradients of a unit ----copy----> |                                       |  parameters ------>
+# host                                               | clip, AdamW on the shard, round       | ----copy----^
+# when     during the rest of the last backward pass | after the norm is known, unit by unit | under the next unit's
 class HostCopies:
-    """Gradients of units on their way to the host, and updated parameters on their way back."""
+    """Gradients on their way to the host, and parameters on their way back."""
 
     def __init__(self, units: list[FlatUnit]) -> None:
         self.units = units

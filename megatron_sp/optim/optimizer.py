@@ -1,7 +1,6 @@
 """AdamW and SGD on flat buffers, gradient clipping and unscaling, and the loss scale of fp16.
 
-The update is a fused kernel called as a function, so that the state is ours to save and to shard. Gradients are scaled
-once, by clip coefficient / loss scale.
+The update is a fused kernel called as a function, so that the state is ours to save and to shard.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ class FlatOptimizer:
     """Optimizer of the master weights of flat units, from ZeRO stage 1 on of this rank's range of each.
 
     Args:
-        everybody: all ranks over which units are split, by tp or into ranges.
+        everybody: ranks over which units are split, by tp or into ranges.
         whole: ranks that have the whole model once, over tp and pipeline (default: ``tp``).
-        host: where the master weights are, if not on the model's device.
         counted_elsewhere: units, by index, that another rank of ``whole`` has, too, and counts in the norm.
-        decoupled: names of the parameters that have the decoupled learning rate.
     """
 
     def __init__(
@@ -75,13 +72,7 @@ class FlatOptimizer:
         self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0,
         updated: Callable[[int], None] | None = None, decoupled_lr: float | None = None,
     ) -> None:  # fmt: skip
-        """Clip and unscale the gradients, and update the parameters.
-
-        Args:
-            grad_norm: norm of the unscaled gradients; finite.
-            grad_scale: factor by which the loss was multiplied.
-            updated: called with the index of each unit whose range on this rank has been updated.
-        """
+        """Clip and unscale gradients of a finite ``grad_norm``, unscaled, and update; ``updated`` is told each unit."""
         divisor = self._divisor(torch.tensor(grad_norm, dtype=torch.float64), grad_scale)
         self._step((lr, lr if decoupled_lr is None else decoupled_lr), weight_decay, divisor, None, updated)
 
@@ -94,10 +85,7 @@ class FlatOptimizer:
         self, lr: float, weight_decay: float, grad_norm: Tensor, grad_scale: float, skip: Tensor,
         updated: Callable[[int], None] | None = None, decoupled_lr: float | None = None,
     ) -> None:  # fmt: skip
-        """Queue ``step`` before the host knows its outcome; ``take_back`` must follow if ``skip`` leaves it out.
-
-        ``grad_norm`` (fp64) and ``skip`` (bool) are scalars on the device; ``updated`` is called in any case.
-        """
+        """Queue ``step`` before the host knows its outcome; ``take_back`` must follow if ``skip`` is true by then."""
         rates = (lr, lr if decoupled_lr is None else decoupled_lr)
         divisor = self._divisor_unless(skip, grad_norm, grad_scale)
         self._step(rates, weight_decay, divisor, skip.float(), updated)
@@ -106,13 +94,8 @@ class FlatOptimizer:
         self, rates: Tensor, count: Tensor, weight_decay: float, grad_norm: Tensor, grad_scale: float | Tensor,
         skip: Tensor, updated: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """Queue ``step_on_device`` with numbers that may change under a captured graph; it does not count the update.
-
-        Args:
-            rates: learning rates of most parameters and of the decoupled ones, [2], fp64 on the device.
-            count: number of the update, from 1, a scalar on the device.
-            grad_scale: a number if it never changes, else an fp64 scalar on the device.
-        """
+        """Queue ``step_on_device``, uncounted, with numbers on the device that may change under a captured graph."""
+        # rates: of most parameters and of the decoupled ones, fp64; grad_scale: fp64, or a number if it is fixed
         dtype = torch.float64 if rates.device.type == "cpu" else torch.float32  # as torch's kernels read them
         divisor = self._divisor_unless(skip, grad_norm, grad_scale)
         shared = UpdateScalars(rates[0].to(dtype), count.float(), None, skip.float())
@@ -255,7 +238,7 @@ class LossScaler:
         self.good_steps, self.hysteresis_left = 0, hysteresis
 
     def update(self, overflow: bool) -> bool:
-        """Record a step; return False if lowering the scale cannot help: it is fixed, or at its minimum."""
+        # record a step; False for an overflow at the minimum scale, or if the scale is fixed
         if not self.dynamic:
             return False
         if not overflow:
@@ -283,5 +266,5 @@ class LossScaler:
 
 
 def is_finite(*values: float) -> bool:
-    """Return whether all values are finite."""
+    """Return whether all are finite."""
     return all(math.isfinite(v) for v in values)

@@ -1,7 +1,4 @@
-"""Assignment of units' full parameters to buffers (ZeRO stage 3), and what to fetch next.
-
-The order in which a step uses its units is known: evict the unit whose next use is farthest away (Belady 1966).
-"""
+"""Assignment of units' full parameters to buffers (ZeRO stage 3), and what to fetch next."""
 
 from __future__ import annotations
 
@@ -21,13 +18,8 @@ class Pool:
 
 
 def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_all: bool = False) -> list[Pool]:
-    """Return the pools of a model's units.
-
-    Args:
-        alike: for each unit the kind that shares ``num_buffers`` (blocks, experts); "" if alone, "whole": in no pool.
-        tied: the head uses the embedding's table, so both are full at the same time.
-    """
-    # units that are neither, unless tied, are used far apart in a micro-batch, and share one buffer
+    """Return the pools of a model's units, given of each the kind that shares ``num_buffers``; "whole": in no pool."""
+    # embedding and head are used far apart in a micro-batch, and share one buffer, unless a table is that of both
     kinds = dict.fromkeys(kind for kind in alike if kind and kind != "whole")
     shared = [tuple(unit for unit, kind in enumerate(alike) if kind == one) for one in kinds]
     others = tuple(unit for unit, is_block in enumerate(alike) if not is_block)
@@ -36,7 +28,7 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
 
 
 class Residency:
-    """Which unit is in which buffer, numbered over all pools; ``together``: units used at a time (block, experts)."""
+    """Which unit is in which buffer; ``together``: units used at a time, such as a block and its experts."""
 
     def __init__(self, pools: Sequence[Pool], together: Sequence[tuple[int, ...]] = ()) -> None:
         self._beside = {unit: units for units in together for unit in units}
@@ -51,12 +43,11 @@ class Residency:
         self.place: dict[int, int] = {}  # unit -> buffer
 
     def take(self, unit: int, upcoming: Sequence[int]) -> int:
-        """Assign a buffer to a unit that is used now; ``upcoming``: the uses that follow, in order."""
-        buffers = self._buffers[unit]
-        return self._give(unit, max(buffers, key=lambda buffer: self._next_use(buffer, upcoming)))
+        # for a unit that is used now; ``upcoming``: the uses that follow, in order
+        return self._give(unit, max(self._buffers[unit], key=lambda buffer: self._next_use(buffer, upcoming)))
 
     def admit(self, unit: int, upcoming: Sequence[int], busy: Collection[int] = ()) -> int | None:
-        """Assign one ahead of the use; None if all hold ``busy`` units or units needed earlier."""
+        # ahead of the use; None if all buffers hold ``busy`` units or units needed earlier
         in_use = {other for one in busy for other in self._beside.get(one, (one,))}
         free = [b for b in self._buffers[unit] if self.holds[b] not in in_use or self.holds[b] is None]
         if not free:
@@ -66,6 +57,7 @@ class Residency:
             return None
         return self._give(unit, best)
 
+    # the order in which a step uses its units is known: evict the one whose next use is farthest away (Belady 1966)
     def _next_use(self, buffer: int, upcoming: Sequence[int]) -> int:
         held = self.holds[buffer]
         if held is None:

@@ -1,10 +1,8 @@
 """Gathering of parameters before they are used (ZeRO, arXiv:1910.02054).
 
-    stage 0      parameters are always full
-    stages 1, 2  after the update the ranks' ranges are all-gathered into the parameters, under the next forward pass
-    stage 3      a unit is fetched into one of a few buffers while the unit before it computes
-
-Nothing is copied or split: a fetch is one all_gather whose result *is* the parameters.
+stage 0      parameters are always full
+stages 1, 2  after the update the ranks' ranges are all-gathered into the parameters, under the next forward pass
+stage 3      a unit is fetched into one of a few buffers while the unit before it computes
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from megatron_sp.optim.gradients import FlatGradients
 if TYPE_CHECKING:
     from megatron_sp.optim.residency import Pool
 
-Fetch = Literal["all_gather", "all_reduce"]
+Fetch = Literal["all_gather", "all_reduce"]  # the latter moves twice the bytes; for comparison (DeepSpeed #5420)
 _USES_AHEAD = 16  # of each unit; a micro-batch has at most three, and in a pipeline's step there are those of many
 
 
@@ -29,10 +27,9 @@ class WholeWeights:
     """Parameters of a model, gathered when needed.
 
     Args:
-        pools, together: which units share buffers, and are used together (``Residency``).
-        order: the uses of units in one micro-batch, forward and backward (stage 3).
-        overlap: gather under computation; else wait for each gather at its start, and prefetch nothing.
-        fetch: all_reduce moves twice the bytes; it exists for comparison (DeepSpeed #5420).
+        pools, together: for ``Residency``.
+        order: the uses of units in one micro-batch (stage 3).
+        overlap: gather under computation; else wait for each gather, and prefetch nothing.
     """
 
     def __init__(
