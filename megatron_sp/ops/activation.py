@@ -1,6 +1,6 @@
 """Activation functions of the MLP as plain functions, forward and backward: one kernel each where Triton is there.
 
-Callers save only the input and compute the output again in backward, which takes a quarter off a block's memory.
+Callers save only the input and compute the output again: a quarter less memory for a block.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Activation:
         return torch.ops.aten.gelu.out(u, approximate=self._approximate, out=out)
 
     def backward_(self, grad: Tensor, u: Tensor) -> Tensor:
-        """Return the gradient of the input ``u``; the memory of ``grad`` may be reused."""
+        """Return the gradient of ``u``, perhaps in the memory of ``grad``."""
         if is_fused(u):
             from megatron_sp.ops.kernels import activations
 
@@ -81,7 +81,7 @@ class Activation:
         return self._is_gated and is_fused(u)
 
     def backward_with_output_(self, grad: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input's gradient and, in the memory of ``grad``, the output: one pass instead of two."""
+        # the input's gradient and, in the memory of ``grad``, the output: one pass instead of two
         from megatron_sp.ops.kernels import activations
 
         grad_u, out = activations.backward_(grad, u, self.name, gated=True, wants_out=True)

@@ -1,10 +1,4 @@
-"""AdamW (arXiv:1711.05101) on flat tensors, by torch's fused kernel or by NVIDIA apex's.
-
-    m = b1 * m + (1 - b1) * g                    v = b2 * v + (1 - b2) * g^2
-    p = p - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * p)
-
-The state is the same: a run may change kernels between two steps. They round differently.
-"""
+"""AdamW (arXiv:1711.05101) on flat tensors, by torch's fused kernel or by NVIDIA apex's, with the same state."""
 
 from __future__ import annotations
 
@@ -19,6 +13,8 @@ from torch import Tensor
 from megatron_sp.ops import availability
 from megatron_sp.ops.allocator import host_empty
 
+# m = b1 * m + (1 - b1) * g                    v = b2 * v + (1 - b2) * g^2
+# p = p - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * p)      rounded differently by the two kernels
 _CHUNK = 2048 * 32  # elements for one block of threads, as apex itself has it
 _LARGEST = 2**30  # elements of one tensor: an index fits 32 bits in every version (apex 1765, 1825, issue 1654)
 _DECOUPLED = 1  # mode of weight decay; 0 would add it to the gradient (L2)
@@ -26,9 +22,9 @@ _DECOUPLED = 1  # mode of weight decay; 0 would add it to the gradient (L2)
 
 @dataclass(frozen=True)
 class AdamStep:
-    """Numbers of one step; ``count`` includes this step, so the first one is 1."""
+    """Numbers of one step."""
 
-    count: int
+    count: int  # this one included
     lr: float
     beta1: float
     beta2: float
@@ -63,10 +59,7 @@ def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor],
     step: AdamStep, kernel: Literal["torch", "apex"] = "torch", scalars: UpdateScalars | None = None,
 ) -> None:  # fmt: skip
-    """Update contiguous ``params`` and both moments in place, in one call.
-
-    ``scalars`` replace the step's rate and count, for torch's kernel; apex's needs all in fp32 on a GPU.
-    """
+    """Update contiguous ``params`` and both moments in place; ``scalars`` replace the step's rate and count."""
     if kernel == "apex":
         assert scalars is None, "apex takes numbers of the host"
         # csrc/multi_tensor_adam.cu: all four are read in the type of the first; it takes every number in fp32, so that

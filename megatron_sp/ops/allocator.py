@@ -1,8 +1,4 @@
-"""Caching allocator for large CPU tensors, the counterpart of PyTorch's CUDA caching allocator.
-
-glibc returns large blocks to the kernel and requests them again, a page fault for every 4 KiB, or leaves holes. Here
-one address range is reserved, and blocks are allocated best fit (3.10 to 2.84 GiB for a 124M model, docs/LOG.md).
-"""
+"""Caching allocator for large CPU tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor in host memory for copies from and to ``device``: pinned, if that is a GPU."""
+    """Return an uninitialized tensor of the host, pinned for copies from and to a GPU."""
     if device.type == "cuda":
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -55,17 +51,17 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def is_small(x: Tensor) -> bool:
-    """Return whether a result like ``x`` may come from torch's allocator: one block of ``blocks``, or on a GPU."""
+    """Return whether a result like ``x`` may come from torch's allocator."""
     return x.nbytes <= _MIN_BYTES or x.device.type != "cpu"
 
 
 def is_small_result(x: Tensor, width: int) -> bool:
-    """Return whether a result [..., width] for x [..., w] may come from torch's allocator."""
+    """Return whether a result [..., width] may."""
     return x.nbytes * width < _MIN_BYTES * (x.shape[-1] or 1) or x.device.type != "cpu"
 
 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; else one slice."""
+    """Cut equal pieces of work into slices whose results take about 1 MiB on the CPU; else one slice."""
     # torch's own kernels allocate their results: small ones stay in the cache until they are copied to their place, and
     # leave no holes of many megabytes in the heap. Each slice has work for every thread
     threads = torch.get_num_threads()
@@ -76,6 +72,9 @@ def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]
 
 class Arena:
     """Blocks in one reserved address range, of which only what is written takes memory."""
+
+    # glibc returns large blocks to the kernel and requests them again, a page fault for every 4 KiB, or leaves holes:
+    # with blocks allocated best fit a 124M model takes 2.84 GiB instead of 3.10 (docs/LOG.md)
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -131,11 +130,7 @@ class Arena:
         self._free.insert(place, (offset, end - offset))
 
 
-def _physical_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
-
-
-_arena = Arena(_physical_memory())
+try:
+    _arena = Arena(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+except (ValueError, OSError, AttributeError):
+    _arena = Arena(0)

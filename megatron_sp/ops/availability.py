@@ -79,7 +79,7 @@ def installed(name: str) -> Kernel:
 
 @cache
 def find(name: str) -> Kernel:
-    """Return whether a package can be imported, with its version."""
+    """Return whether a package can be imported."""
     kernel = installed(name)
     if not kernel.available:
         return kernel
@@ -95,7 +95,7 @@ def find(name: str) -> Kernel:
 
 
 def load(name: str, module: str | None = None) -> ModuleType:
-    """Import the package's module in the table, or another one of the package; a RuntimeError says why it cannot be."""
+    """Import a package's module; a RuntimeError says why it cannot be."""
     kernel = find(name)
     if not kernel.available:
         raise RuntimeError(kernel.reason)

@@ -1,4 +1,4 @@
-"""CUDA graphs of one pool: what a function launches is recorded once, and launched again by one call."""
+"""CUDA graphs of one pool."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import torch
 
 
 class Graph(Protocol):
-    """A captured graph; ``replay`` queues its kernels again."""
+    """What a function has launched; ``replay`` queues it again."""
 
     def replay(self) -> None: ...
 
 
 class GraphMaker(Protocol):
-    """Captures graphs whose memory is one pool."""
-
     num_bytes: int  # of the pool
 
     def capture(self, record: Callable[[], None]) -> Graph: ...  # keep what ``record`` launches, which does not run

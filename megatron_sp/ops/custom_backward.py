@@ -1,8 +1,4 @@
-"""Backward pass inside another one, from gradients that have been computed already (Megatron-LM's custom_backward).
-
-``torch.autograd.grad(outputs, leaves, gradients)`` imports sympy to compare shapes: half a second in the first step of
-every process. Here the backward of a scalar passes the gradients on.
-"""
+"""Backward pass inside another one, from given gradients (Megatron-LM's custom_backward)."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ def gradients_of(
     leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *,
     allow_unused: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the gradients of ``leaves``, given those of the outputs, where there are some."""
+    """Return the gradients of ``leaves``, given those of outputs."""
     with torch.enable_grad():  # a backward pass is run without
         seed = _Seed.apply(tuple(gradients), *outputs)
     # called as Megatron-LM calls it: ``seed.backward`` would fill the gradient of the scalar itself
@@ -38,6 +34,8 @@ _ENGINE = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined
 
 
 class _Seed(torch.autograd.Function):
+    # ``torch.autograd.grad(outputs, leaves, gradients)`` imports sympy to compare shapes: half a second in the first
+    # step of every process. Here the backward of a scalar passes the gradients on
     @staticmethod
     def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *outputs: Tensor) -> Tensor:
         for output, gradient in zip(outputs, gradients, strict=True):

@@ -1,7 +1,6 @@
 """Dropout without random state: the mask is a hash of (seed, step, sample, layer, site, position, channel).
 
-So it is the same in every parallel layout, in recomputation and after a resume, and backward computes it again. What is
-dropped is multiplied by 0 in the plain form, and left out in Triton's: NaN stays NaN in one and becomes 0 in the other.
+So it is the same in every parallel layout, in recomputation and after a resume.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ from megatron_sp.ops.kernels.launch import is_fused, is_fused_on
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """One well-mixed key for each token of a micro-batch, int64 [s, b]."""
+    """A well-mixed key for each token, int64 [s, b]."""
 
     token_keys: Tensor
 
     @classmethod
     def create(cls, seed: int, step: int | Tensor, sample_ids: Tensor, positions: Tensor) -> DropoutKeys:
-        """Compute the keys from global indices of samples, int64 [b], and global positions, int64 [s].
-
-        ``step``: from 0; as an int64 scalar on the device it may change under a captured graph.
-        """
+        # of global indices of samples [b] and positions [s]; a step on the device may change under a captured graph
         if is_fused_on(sample_ids.device) and sample_ids.numel() > 0 and positions.numel() > 0:
             from megatron_sp.ops.kernels import dropout
 
@@ -63,17 +59,14 @@ def hash_dropout(
     x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Apply dropout, scaled by 1/(1-rate), to x [..., c], and add ``residual``.
-
-    ``row_keys`` and ``site`` are ``DropoutRows``, [...] or of a shape that broadcasts to it.
-    """
+    """Apply dropout, scaled by 1/(1-rate), to x [..., c], and add ``residual``; keys as in ``DropoutRows``, [...]."""
     if rate == 0.0:
         return x if residual is None else residual + x
     return _HashDropout.apply(x, rate, row_keys, site, first_channel, residual)
 
 
 def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: int = 0) -> Tensor:
-    """Return the mask, bool [*row_keys.shape, num_channels]: True (keep) with probability 1 - rate."""
+    """Return the mask, bool [*row_keys.shape, num_channels]."""
     # int32 arithmetic is fast on CPUs and GPUs: two odd multiplications around one xor-shift, and the signed result is
     # compared with a threshold, so the best-mixed upper bits decide
     channels = torch.arange(first_channel, first_channel + num_channels, device=row_keys.device, dtype=torch.int64)
@@ -89,7 +82,7 @@ def dropped(
     x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0,
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what ``hash_dropout`` computes, without a graph; dropout of a gradient is its backward."""
+    """Compute ``hash_dropout`` without a graph; that of a gradient is its backward."""
     scale = 1.0 / (1.0 - rate)
     if is_fused(x):
         from megatron_sp.ops.kernels import dropout
@@ -98,6 +91,7 @@ def dropped(
         return dropout.dropout(x, row_keys, threshold, scale, site=site, first_channel=first_channel, **more)
     row_keys = row_keys if site is None else fold32(_mix64(row_keys + site))
     mask = keep_mask(row_keys, x.shape[-1], rate, first_channel)
+    # what is dropped is multiplied by 0 here, and left out by Triton's kernel: NaN stays NaN here, and is 0 there
     if residual is None:
         return (x * mask).mul_(scale)
     return torch.addcmul(residual, x, mask.to(x.dtype), value=scale, out=out)

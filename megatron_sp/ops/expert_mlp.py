@@ -69,16 +69,16 @@ def experts_forward(
     if is_grouped(x, params) if grouped is None else grouped:
         return _grouped_forward(x, choices, params, activation, out)
     wide = empty((len(choices.rows), params.w1.shape[1]), dtype=x.dtype, device=x.device)
-    of_x, of_y = _Rows(x, choices), _Rows(x, choices)
+    of_x, of_y = _memory_of_rows(x, choices), _memory_of_rows(x, choices)
     for expert, own in _slices(choices.counts):
         rows, u = choices.rows[own], wide[own]
-        a = of_x.take(x, rows)
+        a = torch.index_select(x, 0, rows, out=of_x[: len(rows)])
         if params.b1 is None:
             torch.mm(a, params.w1[expert].t(), out=u)
         else:
             torch.addmm(params.b1[expert], a, params.w1[expert].t(), out=u)
         weights = choices.weights[own, None]
-        y = torch.mm(activation.forward(u).mul_(weights), params.w2[expert].t(), out=of_y.empty(len(rows)))
+        y = torch.mm(activation.forward(u).mul_(weights), params.w2[expert].t(), out=of_y[: len(rows)])
         if params.b2 is not None:
             y += weights.to(y.dtype) * params.b2[expert]
         # a row chooses an expert once at most, and experts come in order: the sums have the same bits in every run
@@ -94,33 +94,36 @@ def experts_backward(
     if is_grouped(x, params) if grouped is None else grouped:
         return _grouped_backward(grad, x, wide, choices, params, activation, grads, grad_x)
     grad_weights = torch.empty_like(choices.weights)
-    of_x, of_g = _Rows(x, choices), _Rows(x, choices)
+    of_x, of_g = _memory_of_rows(x, choices), _memory_of_rows(x, choices)
+    later = grads.puts_off  # what is handed over is read later: it must stay as it is
     for expert, own in _slices(choices.counts):
         rows, u, weights = choices.rows[own], wide[own], choices.weights[own, None]
-        g = grad.index_select(0, rows) if grads.puts_off else of_g.take(grad, rows)
+        g = torch.index_select(grad, 0, rows, out=None if later else of_g[: len(rows)])
         # the weights' gradient is the sum over the MLP's width: no expert's output is needed
         grad_u, inner, grad_weights[own] = activation.weighted_backward_(g @ params.w2[expert], u, weights)
         if params.b2 is not None:
             grad_weights[own] += (g * params.b2[expert]).sum(1, dtype=choices.weights.dtype)
-        grads.add_fc2(expert, g, inner, weights)
-        grads.add_fc1(expert, grad_u, x, rows, of_x)
+        if grads.w2 is not None:
+            grads.w2.add(_Part(expert, g, inner))
+        if grads.b2 is not None:
+            grads.b2.add(_Part(expert, g * weights))
+        if grads.w1 is not None:
+            if later:
+                grads.w1.add(_Part(expert, grad_u, x, rows))
+            else:
+                grads.w1.add(_Part(expert, grad_u, torch.index_select(x, 0, rows, out=of_x[: len(rows)])))
+        if grads.b1 is not None:
+            grads.b1.add(_Part(expert, grad_u))
         del inner, g
         if grad_x is not None:
-            of_rows = torch.mm(grad_u, params.w1[expert], out=of_x.empty(len(rows)))
+            of_rows = torch.mm(grad_u, params.w1[expert], out=of_x[: len(rows)])
             grad_x.index_add_(0, rows, of_rows.to(grad_x.dtype))
     return grad_weights
 
 
-class _Rows:
-    # memory of one expert's rows [n, h], which the next expert's replace: fresh memory would cost as much as the copies
-    def __init__(self, x: Tensor, choices: Choices) -> None:
-        self._memory = empty((max(choices.counts, default=0), x.shape[1]), dtype=x.dtype, device=x.device)
-
-    def take(self, x: Tensor, rows: Tensor) -> Tensor:
-        return torch.index_select(x, 0, rows, out=self.empty(len(rows)))
-
-    def empty(self, count: int) -> Tensor:
-        return self._memory[:count]
+def _memory_of_rows(x: Tensor, choices: Choices) -> Tensor:
+    # for one expert's rows [n, h], which the next expert's replace: fresh memory would cost as much as the copies
+    return empty((max(choices.counts, default=0), x.shape[1]), dtype=x.dtype, device=x.device)
 
 
 def is_grouped(x: Tensor, params: ExpertWeights) -> bool:
@@ -169,11 +172,19 @@ def _grouped_backward(
     if params.b2 is not None:
         grad_weights += (g * _of_each(params.b2, counts)).sum(1, dtype=dtype)
     inner.mul_(weights)
-    grads.add_fc2_of_all(choices, ends, g, inner)
+    if grads.w2 is not None:
+        grads.w2.add(_PartOfAll(counts, ends, g, inner))
+    if grads.b2 is not None:
+        for expert, own in _slices(counts):
+            grads.b2.add(_Part(expert, g[own] * weights[own]))
     del g, inner  # as wide as all choices: what is not needed any more would be the peak of a step
     grad_wide = activation.backward_(grad_inner.mul_(weights), wide)
     del grad_inner
-    grads.add_fc1_of_all(choices, ends, grad_wide, x)
+    if grads.w1 is not None:
+        grads.w1.add(_PartOfAll(counts, ends, grad_wide, x, choices.rows))
+    if grads.b1 is not None:
+        for expert, own in _slices(counts):
+            grads.b1.add(_Part(expert, grad_wide[own]))
     if grad_x is not None:
         _add_by_choice(torch._grouped_mm(grad_wide, params.w1, offs=ends), choices, grad_x)
     return grad_weights
@@ -206,49 +217,18 @@ class ExpertGrads:
     """
 
     def __init__(self, params: ExpertWeights, needs: tuple[bool, bool, bool, bool], main_grad: MainGrad | None) -> None:
-        self._w1, self._b1, self._w2, self._b2 = (
+        self.w1, self.b1, self.w2, self.b2 = (
             _StackedGrad(main_grad, param) if need and param is not None else None
             for param, need in zip(params, needs, strict=True)
         )
 
     @property
     def puts_off(self) -> bool:
-        # what is handed over is read later
-        return any(grad is not None and grad.kept is not None for grad in (self._w1, self._b1, self._w2, self._b2))
-
-    def add_fc1(self, expert: int, grad: Tensor, x: Tensor, rows: Tensor, memory: _Rows) -> None:
-        # its output's gradient [n, f], rows of ``x``; ``memory``: for a copy of them
-        if self._w1 is not None:
-            copied = not self.puts_off  # what is read later is copied then
-            self._w1.add(_Part(expert, grad, memory.take(x, rows)) if copied else _Part(expert, grad, x, rows))
-        if self._b1 is not None:
-            self._b1.add(_Part(expert, grad))
-
-    def add_fc2(self, expert: int, grad: Tensor, inner: Tensor, weights: Tensor) -> None:
-        # its output's gradient [n, h], its weighted input [n, f], the weights [n, 1]
-        if self._w2 is not None:
-            self._w2.add(_Part(expert, grad, inner))
-        if self._b2 is not None:
-            self._b2.add(_Part(expert, grad * weights))
-
-    def add_fc1_of_all(self, choices: Choices, ends: Tensor, grad: Tensor, x: Tensor) -> None:
-        # ``ends``: where the experts' rows of grad [n, f] end, on the device
-        if self._w1 is not None:
-            self._w1.add(_PartOfAll(choices.counts, ends, grad, x, choices.rows))
-        if self._b1 is not None:
-            for expert, own in _slices(choices.counts):
-                self._b1.add(_Part(expert, grad[own]))
-
-    def add_fc2_of_all(self, choices: Choices, ends: Tensor, grad: Tensor, inner: Tensor) -> None:
-        if self._w2 is not None:
-            self._w2.add(_PartOfAll(choices.counts, ends, grad, inner))
-        if self._b2 is not None:
-            for expert, own in _slices(choices.counts):
-                self._b2.add(_Part(expert, grad[own] * choices.weights[own, None]))
+        return any(grad is not None and grad.kept is not None for grad in (self.w1, self.b1, self.w2, self.b2))
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         # for autograd; None for one that is not needed or is in the main_grad
-        w1, b1, w2, b2 = (None if grad is None else grad.result() for grad in (self._w1, self._b1, self._w2, self._b2))
+        w1, b1, w2, b2 = (None if grad is None else grad.result() for grad in (self.w1, self.b1, self.w2, self.b2))
         return w1, b1, w2, b2
 
 

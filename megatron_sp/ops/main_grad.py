@@ -1,4 +1,4 @@
-"""Weight gradients go directly into a flat buffer, once and in their final dtype; without one through autograd."""
+"""Weight gradients go directly into a flat buffer; without one through autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MainGrad(Protocol):
     held: Container[int]  # ids of the parameters that have a buffer
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the view for ``param`` and whether to overwrite it (first of the step); None if not held."""
+        """Return a view and whether to overwrite it (first of the step); None if not held."""
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
         # in the forward pass, for an op that computes its gradient there (the LM head): nothing else may write to the
@@ -28,14 +28,17 @@ class MainGrad(Protocol):
 
     def finish(self, param: Tensor) -> None: ...
 
-    def later(self, param: Tensor, write: Callable[[], object]) -> bool:
-        """Keep ``write`` if gradients of ``param`` are put off now; then its operands may not be changed any more."""
+    def later(
+        self, param: Tensor, write: Callable[[], object]
+    ) -> (
+        bool
+    ): ...  # keep ``write``, whose operands must not be changed any more, if gradients of ``param`` are put off now
 
-    def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None:
-        """Put sums over parts in reserved places (``ops/kernels/biases.py``), now or later."""
+    def put_sums(
+        self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]
+    ) -> None: ...  # over parts, now or later (``ops/kernels/biases.py``)
 
-    def cover(self) -> None:
-        """Write what was put off, to have work under an exchange that has been started."""
+    def cover(self) -> None: ...  # write what was put off, as work under an exchange
 
 
 _16_BIT = (torch.bfloat16, torch.float16)
@@ -44,7 +47,7 @@ _16_BIT = (torch.bfloat16, torch.float16)
 def put_weight_grad(
     main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor, *, may_defer: bool = True
 ) -> Tensor | None:  # fmt: skip
-    """Compute grad_out.T @ x: [tokens, out], [tokens, in] -> [out, in]; None if it went to the main_grad."""
+    """Compute grad_out.T @ x; None if it went to the main_grad."""
     if main_grad is None:
         return grad_out.t() @ x
     # nothing waits for it but the optimizer: a backward pass can hand on the gradient of its input first (zero-bubble
@@ -62,7 +65,7 @@ def put_weight_grad(
 
 
 def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> None:
-    """Write (``fresh``) or add grad_out.T @ x to ``view`` [out, in], which may be of a wider dtype."""
+    """Write (``fresh``) or add grad_out.T @ x."""
     # the tensor cores of a GPU accumulate in fp32: the result goes directly into an fp32 view, without a temporary
     if view.dtype == grad_out.dtype:
         torch.mm(grad_out.t(), x, out=view) if fresh else torch.addmm(view, grad_out.t(), x, out=view)
@@ -76,7 +79,7 @@ def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> No
 
 
 def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return grad_out.T @ x, to be stored in a buffer of ``dtype``."""
+    """Return grad_out.T @ x for a buffer of ``dtype``."""
     if x.is_cuda and dtype == torch.float32 != x.dtype:
         # the tensor cores accumulate in fp32: keep those bits
         return torch.mm(grad_out.t(), x, out_dtype=torch.float32)
@@ -84,7 +87,7 @@ def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_defer: bool = True) -> Tensor | None:
-    """Store a gradient (of a bias, of a norm) in the main_grad; return it if none holds the parameter."""
+    """Store a gradient; return it if no main_grad holds the parameter."""
     if main_grad is None:
         return grad.to(param.dtype)
     if may_defer and main_grad.defers:
@@ -100,7 +103,7 @@ def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_def
 
 
 def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bool:
-    """Return whether autograd need not know of these parameters: their gradients go to the main_grad."""
+    """Return whether autograd need not know of them."""
     if main_grad is None:
         return False
     held = main_grad.held  # one that autograd knows has a node, which every backward pass calls with nothing for it
@@ -111,7 +114,7 @@ def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bo
 
 
 def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -> Tensor | None:
-    """Sum the rows of grad_out [tokens, out], in fp32 or wider; None if the sum went to the main_grad."""
+    """Sum rows; None if the sum went to the main_grad."""
     if main_grad is None or main_grad.defers:
         return put_grad(main_grad, bias, column_sum(grad_out))
     reserved = main_grad.reserve(bias)
@@ -122,7 +125,7 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
 
 
 def add_column_sum(view: Tensor, x: Tensor, *, fresh: bool, main_grad: MainGrad | None = None) -> None:
-    """Write (``fresh``) or add the sum over the rows of x to ``view`` [c]; a main_grad may do it later."""
+    """Write (``fresh``) or add a sum over rows, by a main_grad perhaps later."""
     wide = torch.float32 if x.dtype in _16_BIT else x.dtype
     if is_fused(x) and view.is_contiguous():
         from megatron_sp.ops.kernels import biases
@@ -140,7 +143,7 @@ def add_column_sum(view: Tensor, x: Tensor, *, fresh: bool, main_grad: MainGrad 
 
 
 def column_sum(x: Tensor) -> Tensor:
-    """Sum the rows of x in fp32 or wider: [tokens, c] -> [c]."""
+    """Sum rows in fp32 or wider: [tokens, c] -> [c]."""
     wide = torch.float32 if x.dtype in _16_BIT else x.dtype
     if not is_fused(x):
         return x.sum(0, dtype=wide)

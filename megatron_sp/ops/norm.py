@@ -71,7 +71,11 @@ class _Norm(torch.autograd.Function):
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (the normalized x, the statistics for ``norm_backward``)."""
     if spec.kernel == "apex" and _is_for_apex(x):
-        return _apex_forward(x, weight, bias, spec)
+        kernels, params = availability.load("fused_layer_norm_cuda"), _apex_parameters(x, weight, bias, spec)
+        forward = kernels.forward_affine if spec.kind == "LayerNorm" else kernels.rms_forward_affine
+        # x keeps its shape: a result that is a view could not be changed in place afterwards (rotation of q and k)
+        y, *statistics = forward(x.contiguous(), (x.shape[-1],), *params, spec.eps)
+        return y, tuple(statistics)
     if is_fused(x):
         from megatron_sp.ops.kernels import norms
 
@@ -246,14 +250,6 @@ def _is_for_apex(x: Tensor) -> bool:
     # without rows is an error
     fits = x.dtype in launch.DTYPES and 0 < x.numel() < 2**31
     return fits and x.device.type == availability.APEX_DEVICE
-
-
-def _apex_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
-    kernels, params = availability.load("fused_layer_norm_cuda"), _apex_parameters(x, weight, bias, spec)
-    forward = kernels.forward_affine if spec.kind == "LayerNorm" else kernels.rms_forward_affine
-    # x keeps its shape: a result that is a view could not be changed in place afterwards (rotation of q and k)
-    y, *stats = forward(x.contiguous(), (x.shape[-1],), *params, spec.eps)
-    return y, tuple(stats)
 
 
 def _apex_backward(

@@ -1,7 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), applied in place, even inside the fused QKV tensor.
-
-The pairs are (i, i + rotated/2), as in GPT-NeoX, Llama and Megatron. Backward is the rotation by the opposite angle.
-"""
+"""Rotary position embedding (arXiv:2104.09864), applied in place, even inside the fused QKV tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from megatron_sp.ops.kernels.launch import is_fused
 
 @dataclass(frozen=True)
 class RotaryStretch:
-    """Slower rotation for longer sequences: all divided (arXiv:2306.15595), or by wavelength (Llama 3.1)."""
+    """Slower rotation for longer sequences (arXiv:2306.15595, Llama 3.1)."""
 
     # a frequency makes original_length / wavelength turns over a pretraining sequence: with fewer than ``low`` it is
     # divided by ``factor``; with more than ``high`` it is kept; in between the two are interpolated. Infinite: all are
@@ -44,10 +41,7 @@ def rotary_tables(
     positions: Tensor, rotated_dim: int, base: float, dtype: torch.dtype = torch.float32,
     stretch: RotaryStretch = NOT_STRETCHED,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return cos and sin of position * base^(-2i/rotated_dim), [*positions.shape, rotated_dim / 2].
-
-    ``positions``: global ones, int64 [s], or [s, b] if they differ between sequences.
-    """
+    """Return cos and sin of position * base^(-2i/rotated_dim), for global positions [s] or [s, b]."""
     # in fp64, so that position 1,000,000 is as accurate as position 1
     exponent = torch.arange(0, rotated_dim, 2, device=positions.device, dtype=torch.float64) / rotated_dim
     angles = positions.to(torch.float64)[..., None] * stretch.apply(base**-exponent)
@@ -55,14 +49,13 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: int = 1, rotated: int = 1) -> Tensor:
-    """Rotate heads of ``x`` [s, ..., c] in place: of every ``heads`` consecutive ones the first ``rotated``.
-
-    These are r + 2 and r + 1 in the fused QKV, in which r queries, a key and a value follow each other.
-    """
+    """Rotate heads of ``x`` [s, ..., c] in place: of every ``heads`` consecutive ones the first ``rotated``."""
+    # r + 2 and r + 1 in the fused QKV, in which r queries, a key and a value follow each other
     return _Rotary.apply(x, cos, sin, head_dim, heads, rotated)
 
 
 class _Rotary(torch.autograd.Function):
+    # nothing else needs the unrotated values: backward is the rotation by the opposite angle
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -80,7 +73,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, back: bool = False) -> None:
-    """Rotate all heads of x [s, ..., c], contiguous, without a graph; ``back``: by the opposite angle."""
+    """Rotate all heads of x [s, ..., c] without a graph."""
     rotate_(_turning(x, head_dim, 1, 1), cos, sin, back=back)
 
 
@@ -90,13 +83,13 @@ def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
-    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d]; b divides m if the tables have a dim b."""
+    """Rotate heads [s, m, n, d], ``back`` by the opposite angle."""
     if is_fused(x) and x.stride(-1) == 1:
         from megatron_sp.ops.kernels import rotary
 
         rotary.rotate_(x, cos, sin, back=back)
         return
-    half = cos.shape[-1]
+    half = cos.shape[-1]  # the pairs are (i, i + half), as in GPT-NeoX, Llama and Megatron
     sin = -sin if back else sin
     first, second = x[..., :half], x[..., half : 2 * half]
     if cos.ndim == 3:

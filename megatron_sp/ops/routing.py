@@ -1,14 +1,4 @@
-"""Routing of tokens to experts: which experts each token goes to, with which weights, and the gradients of the logits.
-
-scores    softmax or sigmoid of the logits, in fp32 (or wider)
-chosen    the top k; a loss-free bias (arXiv:2408.15664) is added for the choice only; with groups
-          (arXiv:2412.19437) experts of the best groups alone
-weights   softmax: of the logits of the chosen experts alone; with pre_softmax their scores, which do not sum to 1
-          sigmoid: the scores of the chosen experts, divided by their sum if there are several
-balance   E / (k T^2) * sum over experts of c_e * sum over tokens of q_te, for T tokens of which c_e have chosen
-          expert e; q are the scores, which sum to 1 (arXiv:2101.03961, arXiv:2412.19437, arXiv:2501.11873)
-z         mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906)
-"""
+"""Routing of tokens to experts, and the gradients of the logits."""
 
 from __future__ import annotations
 
@@ -18,6 +8,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+# scores    softmax or sigmoid of the logits, in fp32 (or wider)
+# chosen    the top k; a loss-free bias (arXiv:2408.15664) is added for the choice only; with groups
+#           (arXiv:2412.19437) experts of the best groups alone
+# weights   softmax: of the logits of the chosen experts alone; with pre_softmax their scores, which do not sum to 1
+#           sigmoid: the scores of the chosen experts, divided by their sum if there are several
+# balance   E / (k T^2) * sum over experts of c_e * sum over tokens of q_te, for T tokens of which c_e have chosen
+#           expert e; q are the scores, which sum to 1 (arXiv:2101.03961, arXiv:2412.19437, arXiv:2501.11873)
+# z         mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906)
 ScoreFunction = Literal["softmax", "sigmoid"]
 _TINY = 1e-20  # Megatron-LM's, in the sum of the chosen sigmoids
 
@@ -115,10 +113,9 @@ def logits_backward(
     logits: Tensor, routed: Routed, spec: RoutingSpec, grad_weights: Tensor, grad_scores: Tensor | None = None,
     z_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the logits; ``grad_scores``: of ``balance_scores``, for each token or one row for all.
-
-    ``z_weight``: scalar factor of the sum over tokens of logsumexp(logits)^2.
-    """
+    """Return the gradient of the logits."""
+    # grad_scores: of ``balance_scores``, for each token or one row for all; z_weight: scalar factor of the sum over
+    # tokens of logsumexp(logits)^2
     chosen, weights = routed
     if spec.score_function == "softmax":
         inner = (grad_weights * weights).sum(1, keepdim=True)

@@ -1,10 +1,7 @@
 """Cross entropy of a chunk of logits in Triton; the plain form is in ``parallel/lm_head.py``.
 
-    statistics   of each row: maximum, sum of exp(logit - maximum), logit of the label         one pass
-    gradient     (exp(logit - maximum) / sum - onehot) * weight, in the dtype of the model     one pass
-
-In between a tp group agrees on maximum and sum, which are computed online (arXiv:1805.02867). Rows from ``valid`` on
-are padding of the table.
+statistics   of each row: maximum, sum of exp(logit - maximum), logit of the label         one pass
+gradient     (exp(logit - maximum) / sum - onehot) * weight, in the dtype of the model     one pass
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -24,7 +21,7 @@ _BLOCK = 2048
 def cross_entropy_statistics_kernel(
     LOGITS, LABELS, STATS, LOSSES, HITS, tokens, width, valid, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # one token: each of BLOCK lanes has a maximum and a sum of its own, which are joined at the end
+    # one token, online (arXiv:1805.02867): each of BLOCK lanes has a maximum and a sum of its own, joined at the end
     token = tl.program_id(0)
     start = token.to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -75,11 +72,10 @@ def cross_entropy_gradient_kernel(
 
 
 def statistics(logits: Tensor, labels: Tensor, valid: int, results: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Return fp32 [3, t]: each row's maximum, its sum of exp(logit - maximum), and the logit of its label.
-
-    Labels, int64 [t], are -1 where another rank has them. Where a rank has the whole table, ``results`` receive losses,
-    fp32 [t], and whether no logit is larger than the label's, bool [t]; labels are then clamped to the table.
-    """
+    """Return fp32 [3, t]; rows of the table from ``valid`` on are padding."""
+    # labels are -1 where another rank has them
+    # where a rank has the whole table, labels are clamped to it, and ``results`` receive losses, fp32 [t], and whether
+    # no logit is larger than the label's, bool [t]
     tokens, width = logits.shape
     stats = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
     launch(
@@ -95,7 +91,7 @@ def gradient(
     logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, valid: int, dtype: torch.dtype, *,
     whole: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return weight * d loss / d logits in ``dtype``, in the memory of the logits if it is theirs."""
+    """Return weight * d loss / d logits, in the memory of the logits if of their dtype."""
     tokens, width = logits.shape
     grad = logits if dtype == logits.dtype else torch.empty(tokens, width, dtype=dtype, device=logits.device)
     launch(

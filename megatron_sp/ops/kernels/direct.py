@@ -1,10 +1,6 @@
 """Launches of compiled kernels without Triton's JIT, which costs the host more than most kernels take.
 
-    JIT       bind the arguments, specialize each, make a string of that, look it up, collect metadata, launch
-    here      a tuple of what Triton specializes by, look it up, launch
-
-The first launch with a signature goes through the JIT, which compiles the kernel and returns it. The JIT keeps launches
-that hooks want to see, GPUs other than NVIDIA's, the interpreter, and a Triton whose launchers are not known here.
+The JIT keeps first launches, hooks, GPUs other than NVIDIA's, the interpreter, and a Triton that is not known here.
 """
 
 from __future__ import annotations
@@ -19,9 +15,11 @@ from torch import Tensor
 from megatron_sp.ops import availability
 
 OLDEST, NEWEST = (3, 4), (3, 7)
-"""Versions of Triton whose compiled kernels are launched here; each was looked at."""
+"""Versions of Triton that are launched here; each was looked at."""
 
 
+# JIT       bind the arguments, specialize each, make a string of that, look it up, collect metadata, launch
+# here      a tuple of what Triton specializes by, look it up, launch
 class _Compiled(NamedTuple):
     run: Callable[..., None]
     function: int  # its handle in the driver
@@ -33,7 +31,7 @@ _compiled: dict[Hashable, _Compiled] = {}
 
 
 def signature(arguments: Sequence[Any]) -> tuple[Hashable, ...] | None:
-    """Return what Triton specializes a kernel by, of its run-time arguments; None if one is not known here."""
+    """Return what Triton specializes a kernel by; None if an argument is not known here."""
     # never less than that: one that was compiled for an aligned address must not get another one
     kinds: list[Hashable] = []
     for x in arguments:

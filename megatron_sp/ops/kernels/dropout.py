@@ -89,7 +89,7 @@ def dropout(
 
 
 def token_keys(key: int, step: Tensor | None, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the keys of tokens, int64 [s, b]; ``key``: of seed and step, or of the seed, with a step on the device."""
+    """Return keys of tokens, int64 [s, b]; ``key``: of seed and step, or of the seed alone."""
     samples, positions = sample_ids.contiguous(), positions.contiguous()
     keys = torch.empty(positions.numel(), samples.numel(), dtype=torch.int64, device=samples.device)
     launch(

@@ -1,9 +1,4 @@
-"""Weight gradients of several experts in one launch, in Triton; the plain form is a product for each.
-
-    weight[e] (+)= sum over the rows r of expert e of grad[r]^T x[r]      rows of an expert lie one behind another
-
-``torch._grouped_mm`` rounds such products to 16 bits, which takes a buffer, another pass to add it up, and bits.
-"""
+"""Weight gradients of several experts in one launch, in Triton; the plain form is a product for each."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -21,12 +16,14 @@ _STAGES = 3  # steps whose operands are on their way: 144 KiB of shared memory o
 _SWATH = 8  # tiles below one another whose programs follow each other: they share columns of x in the cache
 
 
+# torch._grouped_mm rounds such products to 16 bits: a buffer, another pass to add it up, and the error of each rounding
 @triton.jit
 def grouped_weight_kernel(
     GRAD, X, ROWS, ENDS, OUT, width_out, width_in, grad_stride, x_stride,
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, BLOCK: tl.constexpr, SWATH: tl.constexpr, HAS_ROWS: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
+    # weight[e] (+)= sum over the rows r of expert e, one behind another, of grad[r]^T x[r]
     # a tile of one expert's gradient; an expert without rows has one of zero, or leaves what is there. All of the
     # expert's rows in order, beginning with the first, so that the bits depend on these rows alone
     expert = tl.program_id(1)
@@ -76,11 +73,9 @@ def _put(total, to, out, column, width_out, width_in, count, FRESH: tl.constexpr
 
 
 def weight_grads(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, rows: Tensor | None, *, fresh: bool) -> None:
-    """Write (``fresh``) or add the experts' products grad.T @ x to ``out`` [E, out, in], fp32.
+    """Write (``fresh``) or add products grad.T @ x to ``out`` [E, out, in], fp32.
 
-    Args:
-        grad: [n, out], rows sorted by expert, which end at ``ends``, int32 [E].
-        x: [n, in], or [any, in] with ``rows``, int64 [n], the row of x for each of ``grad``.
+    Rows of grad [n, out], sorted by expert, end at ``ends``, int32 [E]; ``rows``, int64 [n]: the row of x for each.
     """
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     experts, width_out, width_in = out.shape

@@ -1,8 +1,4 @@
-"""Choice and launch of Triton's kernels.
-
-Whether they are used is set once for the process (--fused-kernels): an operation, its backward and its recomputation
-must agree about it.
-"""
+"""Choice and launch of Triton's kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ DEVICE = "cuda"  # type of the device that the kernels run on; under Triton's in
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 8192  # elements of a row that a program holds in registers; it loops over wider ones
 
-_in_use = False
+_in_use = False  # by this process (--fused-kernels): an operation, its backward and its recomputation must agree
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ def takes(x: Tensor) -> bool:
 
 
 def squares(parts: Sequence[Tensor]) -> Tensor:
-    """Return fp32 sums of squares of parts of flat tensors, in an order that depends on their sizes alone: [n]."""
+    """Return fp32 sums of squares, [n], in an order that depends on sizes alone."""
     groups = [parts[i : i + _TOGETHER] for i in range(0, len(parts), _TOGETHER)]
     programs = [ceil_div(max(x.numel() for x in group), _BLOCK * _BLOCKS) for group in groups]
     lengths = [len(group) * count for group, count in zip(groups, programs, strict=True)]
