@@ -1,15 +1,7 @@
-"""BERT: the blocks of ``language_model.py`` with bidirectional attention, a masked-token head and a sentence-order head.
+"""BERT: the blocks of ``language_model.py`` with bidirectional attention, heads for masked tokens and sentence order.
 
-    masked tokens    act(dense(x)) -> norm -> tied embedding table plus a bias -> cross entropy at the masked positions
-    order            tanh(pooler(x of position 0)) -> two classes, in order or swapped (on the rank that has position 0)
-
-With pre-norm blocks (Megatron's BERT) there is a norm after the last block; with post-norm blocks (--norm-placement
-post, the original BERT, arXiv:1810.04805) there is one after the embedding instead. Parameter names are
-Megatron-core's, where it has such parameters.
-
-The head's own layers are replicated on the tp ranks and process all positions of the group; the table is split as
-usual. On a CPU the head computes only the masked positions, which are few; on a GPU it computes all, since the host
-would have to wait for their number.
+masked tokens    act(dense(x)) -> norm -> tied embedding table plus a bias -> cross entropy at the masked positions
+order            tanh(pooler(x of position 0)) -> two classes, in order or swapped (on the rank that has position 0)
 """
 
 from __future__ import annotations
@@ -34,19 +26,16 @@ from megatron_sp.utils.numbers import round_up
 
 
 class BertLoss(NamedTuple):
-    """Sums over a rank's share of a micro-batch, fp32 or wider, the same on every tp rank."""
+    """Sums over a rank's share of a micro-batch, the same on every tp rank."""
 
     masked: Tensor  # loss of the masked tokens, each times its weight in the loss mask
-    # sentence-order loss of all sequences on the cp and sp rank that has position 0, elsewhere 0; None without that
-    # head
-    order: Tensor | None
+    order: Tensor | None  # sentence-order loss on the rank that has position 0, elsewhere 0; None without that head
     masked_hits: Tensor  # summed weights of the masked tokens predicted correctly, detached
-    # number of sequences whose order was predicted correctly, detached; None without that head
-    order_hits: Tensor | None
+    order_hits: Tensor | None  # number of sequences whose order was predicted correctly, detached
 
 
 class Dense(nn.Module):
-    """A linear layer replicated on the tp ranks, for inputs that are the same on all of them."""
+    """A linear layer replicated on the tp ranks, whose inputs are the same."""
 
     def __init__(self, in_features: int, out_features: int, init: WeightInit, layout: ParallelContext) -> None:
         super().__init__()
@@ -59,16 +48,14 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=init.dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
         return self._specs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: [s, b, h] -> [s, b, h]."""
         return column_linear(x, self.weight, self.bias, main_grad=self.main_grad)[0]
 
 
 class MaskedHead(nn.Module):
-    """The layers between the blocks and the embedding table: dense, activation and norm."""
+    """Dense, activation and norm between the blocks and the embedding table."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -80,7 +67,6 @@ class MaskedHead(nn.Module):
         self.activation = config.head_activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform hidden states for the output layer: [s, b, h] -> [s, b, h]."""
         wide = self.dense(x)
         if self.activation == "relu":
             return self.layernorm(F.relu(wide))
@@ -88,7 +74,7 @@ class MaskedHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """Pooler of the first position: tanh(dense(x))."""
+    """tanh(dense(x)) of the first position, [b, h]."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -97,32 +83,32 @@ class Pooler(nn.Module):
         self.dense = Dense(config.hidden_size, config.hidden_size, init, layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform the state of [CLS]: [b, h] -> [b, h]."""
         return torch.tanh(self.dense(x))
 
 
 class VocabBias(nn.Module):
-    """A bias for each vocabulary entry, split like the table; its padding is never trained and never written to disk."""
+    """A bias for each vocabulary entry, split like the table."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.vocab_size
-        mine = round_up(config.vocab_size, config.make_vocab_size_divisible_by * layout.tp.size) // layout.tp.size
-        first = min(config.vocab_size, layout.tp.rank * mine)
-        self.spec = ShardSpec.split((config.vocab_size,), 0, ((first, min(config.vocab_size, first + mine) - first),))
-        self.bias = nn.Parameter(torch.zeros(mine, dtype=dtype))
+        size = config.vocab_size
+        rows = round_up(size, config.make_vocab_size_divisible_by * layout.tp.size) // layout.tp.size
+        first = min(size, layout.tp.rank * rows)
+        # rows of padding are never trained and never written to disk
+        self.spec = ShardSpec.split((size,), 0, ((first, min(size, first + rows) - first),))
+        self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
         return {"bias": self.spec}
 
 
 class BertModel(LanguageModel):
-    """BERT with heads for masked tokens and sentence order; arguments are those of ``LanguageModel``."""
+    """BERT with heads for masked tokens and sentence order."""
 
     stack_name = "encoder"
+    # devices on which the head works on the masked positions alone; a GPU would have to be waited for their number
     selects_on = ("cpu",)
-    """Kinds of devices on which the head works on the masked positions alone."""
 
     def _build_head(self, seed: int, dtype: torch.dtype) -> None:
         config = self.config
@@ -137,16 +123,14 @@ class BertModel(LanguageModel):
             self.binary_head = Dense(config.hidden_size, 2, init, self.layout)
 
     def _head_modules(self) -> dict[str, nn.Module]:
-        order = (
-            {}
-            if self.pooler is None or self.binary_head is None
-            else {"pooler": self.pooler, "binary_head": self.binary_head}
-        )
-        return {"lm_head": self.lm_head, "output_layer": self.output_layer, **order}
+        modules: dict[str, nn.Module] = {"lm_head": self.lm_head, "output_layer": self.output_layer}
+        if self.pooler is not None and self.binary_head is not None:
+            modules |= {"pooler": self.pooler, "binary_head": self.binary_head}
+        return modules
 
     @property
     def head(self) -> ParallelLMHead:
-        """The LM head on the word embeddings' table; every tp rank has all positions of the group there."""
+        # every tp rank has all positions of the group here
         return ParallelLMHead(
             self.embedding.word_embeddings, tp=replace(self.layout.tp, seq=False), bias=self.output_layer.bias,
             chunk_tokens=self.kernels.lm_head_chunk_tokens,
@@ -157,18 +141,10 @@ class BertModel(LanguageModel):
         return True
 
     def forward(
-        self, tokens: Tensor, types: Tensor | None, labels: Tensor, loss_mask: Tensor, order: Tensor | None, ctx: ForwardContext,
-        events: UnitEvents | None = None,
+        self, tokens: Tensor, types: Tensor | None, labels: Tensor, loss_mask: Tensor, order: Tensor | None,
+        ctx: ForwardContext, events: UnitEvents | None = None,
     ) -> BertLoss:  # fmt: skip
-        """Compute the loss of this rank's share of a micro-batch.
-
-        Args:
-            tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp, sp and cp groups.
-            types: int64 [b, s], the segment of each token; None: all tokens are of segment 0.
-            loss_mask: [b, s], nonzero at masked tokens.
-            order: int64 [b], 1 where the two segments are swapped; may be None only without that head.
-            events: notified which unit's parameters are used next, and which unit's gradients are complete.
-        """
+        """Compute the loss of this rank's share of sequences [b, s]; ``order`` [b]: 1 where segments are swapped."""
         types = torch.zeros_like(tokens) if types is None else types
         x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [L/sp, b, h]
         cut = self.cut(tokens, ctx)
@@ -176,41 +152,33 @@ class BertModel(LanguageModel):
         order_sum, order_hits = self._order(x, cut.row_of(0), order)
         if x.device.type in self.selects_on:
             places = loss_mask.reshape(-1).nonzero()[:, 0]
-            x, labels, loss_mask = (
-                rows_of(x)[places, None],
-                labels.reshape(-1)[places, None],
-                loss_mask.reshape(-1)[places, None],
-            )
+            x = rows_of(x)[places, None]
+            labels, loss_mask = (t.reshape(-1)[places, None] for t in (labels, loss_mask))
         x = self.lm_head(x)
         self.use_table(events)
-        made = self.head.loss(x, labels, loss_mask)
-        return BertLoss(made.sum, order_sum, (made.hits * loss_mask).sum(), order_hits)
+        loss = self.head.loss(x, labels, loss_mask)
+        return BertLoss(loss.sum, order_sum, (loss.hits * loss_mask).sum(), order_hits)
 
     def _order(self, x: Tensor, row: int | None, order: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         # (loss, hits) of the sentence-order head; x: [L/sp, b, h], ``row``: the one of position 0, if it is here
         if self.pooler is None or self.binary_head is None:
             return None, None
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         if row is None:
-            nothing = torch.zeros(
-                (), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device
-            )
+            nothing = torch.zeros((), dtype=wide, device=x.device)
             return nothing, nothing
         if order is None:
             raise ValueError("this model has a head for sentence order and needs the order of each sequence, int64 [b]")
         first = x[row].clone()  # a view would keep all positions until backward
-        logits = _widened(self.binary_head(self.pooler(first)))
+        logits = self.binary_head(self.pooler(first)).to(wide)
         return F.cross_entropy(logits, order, reduction="sum"), (logits.detach().argmax(1) == order).sum()
 
     def predictions(self, x: Tensor) -> Tensor:
-        """Compute vocabulary logits [..., vocab_size] from the output of ``hidden``, for a single process."""
+        # vocabulary logits from the output of ``hidden``, for a single process
         return self.head.logits(self.lm_head(x))
 
     def pooled(self, x: Tensor) -> Tensor:
-        """Compute the pooler's output [b, h] from the output of ``hidden`` [s, b, h], for a single process."""
+        # [b, h], from the output of ``hidden``, for a single process
         if self.pooler is None:
             raise ValueError("this model has no pooler: it was made with --bert-no-binary-head")
         return self.pooler(x[0])
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

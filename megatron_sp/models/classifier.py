@@ -31,7 +31,7 @@ class ClassifierLoss(NamedTuple):
 
 
 class BertClassifier(LanguageModel):
-    """BERT with a classification head; arguments are those of ``LanguageModel``, plus ``num_classes``."""
+    """BERT with a classification head."""
 
     stack_name = "encoder"
 
@@ -57,22 +57,10 @@ class BertClassifier(LanguageModel):
         return False
 
     def forward(
-        self,
-        tokens: Tensor,
-        types: Tensor,
-        label: Tensor,
-        weight: Tensor,
-        ctx: ForwardContext,
+        self, tokens: Tensor, types: Tensor, label: Tensor, weight: Tensor, ctx: ForwardContext,
         events: UnitEvents | None = None,
-    ) -> ClassifierLoss:
-        """Compute the loss of a micro-batch.
-
-        Args:
-            tokens, types: int64 [b, s], the same on every rank of the tp, sp and cp groups.
-            label: int64 [b], class indices.
-            weight: [b], weights of the sequences in the loss.
-            events: notified which unit's parameters are used next, and which unit's gradients are complete.
-        """
+    ) -> ClassifierLoss:  # fmt: skip
+        """Compute the loss of whole sequences [b, s], given their classes, int64 [b], and weights [b]."""
         x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [L/sp, b, h]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         row = self.cut(tokens, ctx).row_of(0)

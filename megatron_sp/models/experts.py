@@ -1,8 +1,6 @@
 """The layer of a block that has experts in place of an MLP: router, experts, and a shared expert that all tokens take.
 
-Names and shapes are those of Megatron-core, experts stacked: ``router.weight`` [E, h], ``experts.linear_fc1.weight`` [E, f, h],
-``experts.linear_fc2.weight`` [E, h, f], of which a rank has the experts that are its own, and ``shared_experts.linear_fc1.weight``,
-split over tp as those of an MLP are. The initial weights of an expert depend on its number alone.
+Names are Megatron-core's, experts stacked: ``experts.linear_fc1.weight`` [E, f, h], of which a rank has its own.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def routing_of(config: ModelConfig) -> RoutingSpec:
 
 
 def router_step(config: ModelConfig, ep: ExpertParallel, device: torch.device) -> RouterStep:
-    """Return what the routers of a model with experts tell a training step."""
+    """What routers tell a training step."""
     assert config.num_layers
     kind = config.balance_kind
     spec = BalanceSpec(kind, config.moe_aux_loss_coeff if kind != "none" else 0.0, config.moe_z_loss_coeff or 0.0)
@@ -46,7 +44,7 @@ def router_step(config: ModelConfig, ep: ExpertParallel, device: torch.device) -
 
 
 class Router(nn.Module):
-    """The router's weight [E, h], and with --moe-router-enable-expert-bias a bias [E], which no gradient reaches."""
+    """The router's weight [E, h], and perhaps a bias [E] without a gradient."""
 
     expert_bias: Tensor | None
 
@@ -62,51 +60,32 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
         return {"weight": self.spec}
 
     def update_bias(self, load: Tensor, rate: float, skip: Tensor | None) -> None:
-        """Move the bias towards an even load: up where a step had less than the mean, down where it had more.
-
-        Args:
-            load: [E], tokens of the whole step that have chosen each expert: whole numbers, so that all layouts have
-                the same bias.
-            skip: true on the device if the step is left out; None: it is not.
-        """
         if self.expert_bias is None:
             return
+        # towards an even load, up where there were fewer than the mean: of whole numbers, so that all layouts agree
         step = torch.sign(load.mean() - load).to(self.expert_bias.dtype) * rate
         self.expert_bias += step if skip is None else torch.where(skip, 0.0, step)
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Return the biases of a model's routers by name: beside its parameters all that a checkpoint has of it."""
+    """Return the routers' biases by name, which a checkpoint has beside parameters."""
     return {name: bias for name, bias in model.named_buffers() if is_expert_bias(name)}
 
 
 def stored_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor in a checkpoint whose weights are rounded: what a run keeps in fp32 stays in fp32.
-
-    Args:
-        own: dtype that it has.
-        wanted: dtype of the weights; None: each its own.
-    """
+    """Return a tensor's dtype in a checkpoint of ``wanted`` weights."""
     if not own.is_floating_point:
         return own
-    found = own if wanted is None else wanted
-    return torch.promote_types(found, torch.float32) if is_expert_bias(name) else found
+    dtype = own if wanted is None else wanted
+    # what a run keeps in fp32 stays so
+    return torch.promote_types(dtype, torch.float32) if is_expert_bias(name) else dtype
 
 
 class StackedLinear(nn.Module):
-    """One linear layer of each of a rank's experts: weight [E/ep, out, in], bias [E/ep, out].
-
-    Args:
-        num_experts: of all ranks.
-        shape: (out, in) of an expert.
-        init: initial weights; the name gets the number of the expert.
-        bias: the layers have biases, which start at zero.
-        ep: the ranks that share the experts.
-    """
+    """A linear layer of each expert: [E/ep, out, in] and [E/ep, out]."""
 
     def __init__(
         self, num_experts: int, shape: tuple[int, int], init: WeightInit, *, bias: bool, ep: ExpertParallel
@@ -118,18 +97,18 @@ class StackedLinear(nn.Module):
         spec = replace(ShardSpec.split((num_experts, *shape), 0, runs), stacked=1)
         self.weight_spec = spec if ep.counts else replace(spec, counted=())
         self.bias_spec = replace(self.weight_spec, shape=(num_experts, shape[0])) if bias else None
-        mine = range(ep.rank * own, (ep.rank + 1) * own)
-        drawn = (replace(init, name=f"{init.name}.{expert}").draw(shape).to(init.dtype) for expert in mine)
-        self.weight = nn.Parameter(torch.stack(list(drawn)))
+        experts = range(ep.rank * own, (ep.rank + 1) * own)
+        # the initial weights of an expert depend on its number alone
+        drawn = [replace(init, name=f"{init.name}.{expert}").draw(shape).to(init.dtype) for expert in experts]
+        self.weight = nn.Parameter(torch.stack(drawn))
         self.bias = nn.Parameter(torch.zeros(own, shape[0], dtype=init.dtype)) if bias else None
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Return the placement of each parameter, by its name in this module."""
         return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
 
 
 class Experts(nn.Module):
-    """A rank's experts, stacked; if they are gated, the rows of fc1 are [gate | up]."""
+    """A rank's experts; if they are gated, the rows of fc1 are [gate | up]."""
 
     def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -142,10 +121,6 @@ class Experts(nn.Module):
         init = WeightInit(f"{name}.linear_fc2", out, seed, dtype)
         self.linear_fc2 = StackedLinear(config.num_experts, (h, f), init, bias=bias, ep=layout.ep)
 
-    def weights(self) -> ExpertWeights:
-        """Return the parameters as the op takes them."""
-        return ExpertWeights(self.linear_fc1.weight, self.linear_fc1.bias, self.linear_fc2.weight, self.linear_fc2.bias)
-
 
 class SharedExpert(nn.Module):
     """The expert that all tokens take: a tp rank's part of an MLP."""
@@ -154,8 +129,8 @@ class SharedExpert(nn.Module):
         super().__init__()
         assert config.hidden_size and config.num_layers
         std, activation, ffn = config.init_method_std, Activation(config.activation), config.shared_expert_size
-        mine = ffn // layout.tp.size
-        runs = tuple((half * ffn + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
+        rank_ffn = ffn // layout.tp.size
+        runs = tuple((half * ffn + layout.tp.rank * rank_ffn, rank_ffn) for half in range(activation.width_factor))
         rows = ShardSpec.split((ffn * activation.width_factor, config.hidden_size), 0, runs)
         init = WeightInit(f"{name}.linear_fc1", std, seed, dtype)
         self.linear_fc1 = ColumnParallelLinear(rows, init, bias=config.mlp_bias, layout=layout)
@@ -164,13 +139,14 @@ class SharedExpert(nn.Module):
             ffn, config.hidden_size, init, bias=config.mlp_bias, layout=layout, activation=activation
         )
 
-    def weights(self) -> ExpertWeights:
-        """Return the parameters as the op takes them."""
-        return ExpertWeights(self.linear_fc1.weight, self.linear_fc1.bias, self.linear_fc2.weight, self.linear_fc2.bias)
+
+def _weights(experts: Experts | SharedExpert) -> ExpertWeights:
+    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+    return ExpertWeights(fc1.weight, fc1.bias, fc2.weight, fc2.bias)
 
 
 class ExpertMLP(nn.Module):
-    """Router, experts and shared expert, with the interface of an MLP (``transformer.MLP``)."""
+    """Router, experts and shared expert in place of ``transformer.MLP``."""
 
     def __init__(
         self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext
@@ -187,21 +163,17 @@ class ExpertMLP(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, norm: NormInFront | None, ctx: ForwardContext, *, onto: Tensor | None = None, add_input: bool = True
+        self, x: Tensor, norm: NormInFront | None, ctx: ForwardContext, *, onto: Tensor | None = None,
+        add_input: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return x + experts(norm(x)), [s, b, h], and x for its other consumers.
-
-        Args:
-            onto: added to the experts' output instead of x.
-            add_input: without ``onto``, add x; else the output alone is returned.
-        """
+        """Return ``onto`` (or x) + experts(norm(x)), and x for its other consumers."""
         plan = ExpertPlan(
             self.routing, self.activation, self.layout.ep, self.layout.tp, self.router_dtype,
             None if ctx.num_tokens is None else ctx.num_tokens * x.shape[1],
             (self.layer, 0 if ctx.row_slice is None else ctx.row_slice.number), self.number,
         )  # fmt: skip
         return expert_mlp(
-            x, norm, RouterWeights(self.router.weight, self.router.expert_bias), self.experts.weights(), plan,
-            shared=None if self.shared_experts is None else self.shared_experts.weights(), residual=onto, add_input=add_input,
-            main_grad=self.router.main_grad, routers=ctx.routers,
+            x, norm, RouterWeights(self.router.weight, self.router.expert_bias), _weights(self.experts), plan,
+            shared=None if self.shared_experts is None else _weights(self.shared_experts), residual=onto,
+            add_input=add_input, main_grad=self.router.main_grad, routers=ctx.routers,
         )  # fmt: skip

@@ -1,8 +1,6 @@
 """GPT: the blocks of ``language_model.py`` with a head that predicts the next token.
 
-The same class implements GPT-2 (learned positions, LayerNorm, GELU, tied head), GPT-NeoX (rotary on a part of each
-head, attention parallel to the MLP), Llama (rotary, RMSNorm, SwiGLU, grouped-query attention) and Mistral (a sliding
-window), as set in ``ModelConfig``.
+``ModelConfig`` makes it GPT-2, GPT-NeoX, Llama or Mistral.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from megatron_sp.parallel.lm_head import HeadLoss
 
 
 class GPTModel(LanguageModel):
-    """A decoder-only language model; arguments are those of ``LanguageModel``."""
+    """A decoder-only language model."""
 
     output_layer: VocabParallelEmbedding | None
 
@@ -28,23 +26,19 @@ class GPTModel(LanguageModel):
         self.output_layer = None
         if config.untie_embeddings_and_output_weights:
             init = WeightInit("output_layer", config.init_method_std, seed, dtype)
-            self.output_layer = VocabParallelEmbedding(
-                config.vocab_size,
-                config.hidden_size,
-                init,
-                self.layout,
-                divisible_by=config.make_vocab_size_divisible_by,
+            padding = config.make_vocab_size_divisible_by
+            table = VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, init, self.layout, divisible_by=padding
             )
+            self.output_layer = table
 
     def _head_modules(self) -> dict[str, nn.Module]:
         return {} if self.output_layer is None else {"output_layer": self.output_layer}
 
     @property
     def head(self) -> ParallelLMHead:
-        """The LM head; with tied weights its table is that of the word embeddings."""
-        return ParallelLMHead(
-            self.output_layer or self.embedding.word_embeddings, chunk_tokens=self.kernels.lm_head_chunk_tokens
-        )
+        table = self.output_layer or self.embedding.word_embeddings
+        return ParallelLMHead(table, chunk_tokens=self.kernels.lm_head_chunk_tokens)
 
     @property
     def is_tied(self) -> bool:
@@ -53,32 +47,15 @@ class GPTModel(LanguageModel):
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss of this rank's positions of a micro-batch.
-
-        Args:
-            tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp, sp and cp groups.
-            loss_mask: [b, s].
-            events: notified which unit's parameters are used next, and which unit's gradients are complete.
-        Returns:
-            (sum of the masked token losses of this rank's positions, a scalar, the same on every tp rank; loss of each
-            of these positions [L/sp, b], detached).
-        """
-        made = self._head_loss(tokens, labels, loss_mask, ctx, events)
-        return made.sum, made.tokens
+        """Return the summed loss of this rank's positions, and that of each [L/sp, b], detached."""
+        loss = self._head_loss(tokens, labels, loss_mask, ctx, events)
+        return loss.sum, loss.tokens
 
     @torch.no_grad()
     def score(self, tokens: Tensor, labels: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Compute the loss of each label and whether it is the model's most likely token, for evaluation.
-
-        Args:
-            tokens, labels: int64 [b, s], as for ``forward``.
-        Returns:
-            (loss of each label [b, s], fp32 or wider; True where no other token is likelier, bool [b, s]), the same on
-            every rank of the tp, sp and cp groups.
-        """
-        made = self._head_loss(tokens, labels, torch.ones_like(labels), ctx, None)
-        cut = self.cut(tokens, ctx)
-        return whole_sequence(made.tokens, cut).t(), whole_sequence(made.hits, cut).t()
+        """Return the loss of each label [b, s] and whether no other token is likelier."""
+        loss, cut = self._head_loss(tokens, labels, torch.ones_like(labels), ctx, None), self.cut(tokens, ctx)
+        return whole_sequence(loss.tokens, cut).t(), whole_sequence(loss.hits, cut).t()
 
     def _head_loss(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None
@@ -90,15 +67,14 @@ class GPTModel(LanguageModel):
         return self.head.loss(x, labels, loss_mask)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Compute logits [..., vocab_size] from x [..., h], which must be the same on every tp rank; for generation."""
         return self.head.logits(x)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute the logits after the last of the tokens [b, s]: [b, vocab_size], on every rank of the tp, sp and cp groups."""
+        # after the last of the tokens [b, s], on every rank of the tp, sp and cp groups
         return self.logits(last_position(self.hidden(tokens, ctx), self.cut(tokens, ctx)))
 
     @torch.no_grad()
     def all_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute the logits after each of the tokens [b, s]: [s, b, vocab_size] (large), on every rank of the tp, sp and cp groups."""
+        # after each of them, [s, b, vocab_size]: large
         return self.logits(whole_sequence(self.hidden(tokens, ctx), self.cut(tokens, ctx)))

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from megatron_sp.parallel.router_pass import RouterStep
 
 OnUnit = Callable[["LanguageModel", Unit], None]
+_Units = list[tuple[int, ...]]  # of each layer
 
 
 class Embedding(nn.Module):
-    """Sum of word and position embeddings (in BERT also segment embeddings), followed by a norm if the blocks are post-norm.
+    """Sum of word, position and segment embeddings, followed by a norm if the blocks are post-norm.
 
-    Args:
-        table_only: only the table of the words, for the head of a stage without an embedding.
+    ``table_only``: just the words' table, for the head of a stage without an embedding.
     """
 
     def __init__(
@@ -71,20 +71,11 @@ class Embedding(nn.Module):
         self.layernorm = Norm(config, config.hidden_size, dtype, layout) if has_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor, ctx: ForwardContext, types: Tensor | None = None) -> Tensor:
-        """Embed this rank's positions.
-
-        Args:
-            tokens: ids of the tp group's positions, [s, b].
-            positions: position ids of this rank, [s/parts] or [s/parts, b].
-            ctx: context of the forward pass.
-            types: segments of this rank's positions, [s/parts, b].
-        Returns:
-            [s/parts, b, h].
-        """
+        """Embed tokens [s, b] of the tp group at this rank's positions, [s/parts] or [s/parts, b]: [s/parts, b, h]."""
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            at = self.position_embeddings(positions)
-            x = x + (at if positions.ndim == 2 else at[:, None, :])
+            embedded = self.position_embeddings(positions)
+            x = x + (embedded if positions.ndim == 2 else embedded[:, None, :])
         if self.tokentype_embeddings is not None and types is not None:
             x = x + self.tokentype_embeddings(types)
         x = x if self.layernorm is None else self.layernorm(x)
@@ -102,7 +93,6 @@ class Blocks(nn.Module):
         self._by_number: dict[int, TransformerBlock] = {}
 
     def add(self, number: int, block: TransformerBlock) -> None:
-        """Add a block under its number."""
         self._by_number[number] = block
         self.add_module(str(number), block)
 
@@ -117,7 +107,7 @@ class Blocks(nn.Module):
 
 
 class Stack(nn.Module):
-    """The blocks, which ``LanguageModel`` adds, and the final norm, if the blocks are pre-norm and the head is on this rank."""
+    """The blocks, and the final norm, if the blocks are pre-norm and the head is on this rank."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext, *, has_head: bool) -> None:
         super().__init__()
@@ -130,48 +120,49 @@ class Stack(nn.Module):
 class LanguageModel(nn.Module):
     """Embedding, blocks and final norm; the subclass adds a head.
 
-    With ``layout.stages`` only these stages are built, under the names that they have in the whole model. A head that uses
-    the embedding's table is then on another rank than the embedding, or in another stage: the table is a unit of its own,
-    of which both have a replica.
-
     Args:
-        config: shape; ``vocab_size`` must be set.
-        kernels: recomputation and chunking.
-        seed: for the initial weights.
-        dtype: dtype of parameters and activations.
         layout: the part of the model and of each sequence that this rank works on; None: all of it.
         on_unit: called with the partly built model and each unit as soon as it is built, so that a unit can be sharded
             (ZeRO) at once and the whole model is never in memory.
-        attention: of every block; what mixes its positions (``models/attention.py``).
+        attention: what mixes the positions of every block (``models/attention.py``).
     """
 
-    stack_name = "decoder"
-    """The blocks' first name in a checkpoint."""
-
-    embedding: Embedding
-    """Absent on pipeline ranks that neither embed tokens nor share the table."""
+    stack_name = "decoder"  # the blocks' first name in a checkpoint
+    embedding: Embedding  # absent on pipeline ranks that neither embed tokens nor share the table
 
     def __init__(
-        self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: ParallelContext | None = None,
-        on_unit: OnUnit | None = None, attention: type[SelfAttention] = SelfAttention,
+        self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype,
+        layout: ParallelContext | None = None, on_unit: OnUnit | None = None,
+        attention: type[SelfAttention] = SelfAttention,
     ) -> None:  # fmt: skip
         super().__init__()
         assert config.num_layers and config.vocab_size and config.hidden_size
         self.config, self.kernels, self.layout, self.params_dtype = config, kernels, layout or ParallelContext(), dtype
-        self.stages = self.layout.stages or (whole_model(config.num_layers),)
+        stages = self.stages = self.layout.stages or (whole_model(config.num_layers),)
+        self.has_embedding, self.has_head = stages[0].is_first, stages[-1].is_last
+        self.shares_table = self.is_tied and self.has_embedding != self.has_head
+        # in backward for its norm's weight; with a tied head the embedding is still whole then
+        keeps_table = self.is_tied and len(stages) == 1 and stages[0].num_stages == 1
+        self._reads_embedding_again = config.norm_placement == "post" and not keeps_table
         self._offload: ActivationOffload | None = None
         self._units: list[Unit] = []
         self._units_of_layer: dict[int, tuple[int, ...]] = {}  # by the layer's number: its own, and its experts'
-        tell = on_unit or (lambda model, unit: None)
 
         def built(unit: Unit) -> None:
             self._units.append(unit)
-            tell(self, unit)
+            if on_unit is not None:
+                on_unit(self, unit)
 
         if self.has_embedding or self.shares_table:
             self.embedding = Embedding(config, seed, dtype, self.layout, table_only=not self.has_embedding)
-        if self.has_embedding and any(True for _ in self._own_part_of_embedding().parameters()):
-            built(Unit("embedding", self._own_part_of_embedding()))
+        if self.has_embedding:
+            own: nn.Module = self.embedding
+            if self.shares_table:
+                # the head is on another rank, or in another stage: the table is a unit of its own, which both have
+                children = self.embedding.named_children()
+                own = nn.ModuleDict({name: child for name, child in children if name != "word_embeddings"})
+            if any(True for _ in own.parameters()):
+                built(Unit("embedding", own))
         self.add_module(self.stack_name, Stack(config, dtype, self.layout, has_head=self.has_head))
         for stage in self.stages:
             for layer in range(stage.start, stage.stop):
@@ -185,16 +176,14 @@ class LanguageModel(nn.Module):
         if self.has_head:
             self._build_head(seed, dtype)
             norm = self.stack.final_layernorm
-            built(
-                Unit("head", nn.ModuleDict(({} if norm is None else {"final_layernorm": norm}) | self._head_modules()))
-            )
+            modules = ({} if norm is None else {"final_layernorm": norm}) | self._head_modules()
+            built(Unit("head", nn.ModuleDict(modules)))
         if self.shares_table:
             built(Unit(TABLE, self.embedding.word_embeddings, "whole"))
         self._index = {unit.name: index for index, unit in enumerate(self._units)}
 
     @property
     def stack(self) -> Stack:
-        """Stack of transformer blocks."""
         return cast("Stack", getattr(self, self.stack_name))
 
     def _build_head(self, seed: int, dtype: torch.dtype) -> None:
@@ -205,25 +194,9 @@ class LanguageModel(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        """True if the head uses the embedding's table."""
-        raise NotImplementedError
-
-    @property
-    def has_embedding(self) -> bool:
-        """True if this rank embeds tokens."""
-        return self.stages[0].is_first
-
-    @property
-    def has_head(self) -> bool:
-        """True if this rank computes losses."""
-        return self.stages[-1].is_last
-
-    @property
-    def shares_table(self) -> bool:
-        return self.is_tied and self.has_embedding != self.has_head
+        raise NotImplementedError  # the head uses the embedding's table
 
     def router_step(self, device: torch.device) -> RouterStep | None:
-        """Return what the routers tell a training step; None: there are no experts."""
         if not self.config.has_experts:
             return None
         from megatron_sp.models.experts import router_step
@@ -231,55 +204,31 @@ class LanguageModel(nn.Module):
         return router_step(self.config, self.layout.ep, device)
 
     def update_expert_biases(self, loads: Tensor, skip: Tensor | None = None) -> None:
-        """Move the routers' biases (--moe-router-enable-expert-bias) after a step.
-
-        Args:
-            loads: [layers with experts, E], tokens of the whole step that have chosen each expert.
-            skip: true on the device if the step is left out; None: it is not.
-        """
+        """Move the routers' biases by a step's tokens of each expert, [layers with experts, E]."""
         from megatron_sp.models.experts import ExpertMLP
 
         for block in self.stack.layers:
             if isinstance(block.mlp, ExpertMLP):
                 block.mlp.router.update_bias(loads[block.mlp.number], self.config.moe_router_bias_update_rate, skip)
 
-    def _own_part_of_embedding(self) -> nn.Module:
-        # what of the embedding is in its unit: all of it, or what is not shared
-        if not self.shares_table:
-            return self.embedding
-        return nn.ModuleDict(
-            {name: child for name, child in self.embedding.named_children() if name != "word_embeddings"}
-        )
-
     def units(self) -> list[Unit]:
-        """Return the units of this rank's stages in the order of the forward pass; every parameter is in exactly one."""
+        """Return this rank's units in the order of the forward pass."""
         return list(self._units)
 
     def units_together(self) -> list[tuple[int, ...]]:
-        """Return the units that are used at the same time: a block and its experts."""
+        # used at the same time: a block and its experts
         return [units for units in self._units_of_layer.values() if len(units) > 1]
 
     def unit_order(self, *, backward: bool) -> list[int]:
-        """Return the unit indices in the order in which a pass of a whole model reads parameters, as it reports to ``UnitEvents``.
-
-        Args:
-            backward: include the backward pass; else the forward pass only.
-        """
+        """Return the order in which a pass of a whole model reads its units."""
         layers, again = len(self.stack.layers), self._reads_embedding_again
         order = unit_order(self.kernels, layers, tied=self.is_tied, backward=backward, embedding_again=again)
         return expand_order(order, [(0,), *self._units_of_layer.values(), (len(self._units) - 1,)])
 
-    @property
-    def _reads_embedding_again(self) -> bool:
-        """True if backward must fetch the embedding again for its norm's weight; with a tied head the embedding is still whole then."""
-        return self.config.norm_placement == "post" and not (
-            self.is_tied and len(self.stages) == 1 and self.stages[0].num_stages == 1
-        )
-
     def hidden(
         self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None
     ) -> Tensor:
-        """Compute the final hidden states [s/(sp * parts), b, h] of this rank's positions from token ids (and segments) [b, s].
+        """Compute the final hidden states [s/(sp * parts), b, h] of this rank's positions from token ids [b, s].
 
         With ``ctx.stage`` that stage alone is computed, from what the one before has returned.
         """
@@ -288,18 +237,28 @@ class LanguageModel(nn.Module):
             assert x is not None, "a head needs the output of the blocks"
             return self._normed(stage, x, events)
         cut = self.cut(tokens, ctx)
-        positions = self._positions(tokens, ctx)
+        if ctx.cache is not None:  # [s], or [s, b] if they differ between sequences
+            positions = ctx.cache.positions(tokens.shape[1], tokens.device).t()
+        elif ctx.positions is not None:
+            positions = ctx.positions.t()
+        else:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         ctx = self._prepare(ctx, positions, cut)
         if x is None:
             assert stage.is_first, f"stage {stage.number} needs the output of the stage before"
             self.use(events, "embedding")
             self.use(events, TABLE)
-            mine = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
-            x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, mine)
+            segments = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
+            x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, segments)
         blocks = self.stack.layers
         layers = [blocks[layer] for layer in range(stage.start, stage.stop)]
         units = [self._units_of_layer[layer] for layer in range(stage.start, stage.stop)]
-        offload = self._offload_pass(x, ctx)
+        offload: OffloadPass | None = None
+        if self.kernels.offload_activations and torch.is_grad_enabled():
+            from megatron_sp.parallel.offload import ActivationOffload
+
+            self._offload = self._offload or ActivationOffload(x.device)
+            offload = self._offload.forward_pass(ctx.rotary or ())
         # the units whose parameters backward reads after those of the layers run next
         below: tuple[int, ...] = (self._index["embedding"],) if stage.is_first and self._reads_embedding_again else ()
         for first, last, again in recompute_plan(self.kernels, len(layers)):
@@ -324,13 +283,8 @@ class LanguageModel(nn.Module):
         return x if self.stack.final_layernorm is None else self.stack.final_layernorm(x)
 
     def stage_order(self, stage: Stage, *, backward: bool, trained: bool = True) -> list[int]:
-        """Return the unit indices in the order in which the forward or the backward pass of a stage reads their parameters.
-
-        Args:
-            stage: one of this rank's.
-            backward: of the backward pass, which begins with the head, forward and backward.
-            trained: False: a backward pass does not follow, and the forward pass has the head.
-        """
+        """Return the order in which a pass of a stage reads its units; backward begins with the head's forward."""
+        # not ``trained``: a backward pass does not follow, and the forward pass has the head
         layers = [self._units_of_layer[layer] for layer in range(stage.start, stage.stop)]
         head = [self._index["head"]] if stage.is_last else []
         head += [self._index[TABLE if self.shares_table else "embedding"]] if stage.is_last and self.is_tied else []
@@ -342,73 +296,56 @@ class LanguageModel(nn.Module):
         return [*head, *chain(*(layers[unit - 1] for unit in back)), *([self._index["embedding"]] if again else [])]
 
     def before_backward(self, stage: Stage, events: UnitEvents) -> None:
-        """Report which unit's parameters the backward pass of a stage reads first, unless that is the head, which reports itself."""
+        """Report which unit the backward pass of a stage reads first, unless it is the head, which reports itself."""
         if not stage.is_last and not ends_recomputed(self.kernels, len(stage)):
             for unit in self._units_of_layer[stage.stop - 1]:
                 events.before_use(unit)
 
     def use(self, events: UnitEvents | None, name: str) -> None:
-        """Report that the parameters of a unit are about to be read, if this rank has it."""
+        # its parameters are about to be read, if this rank has it
         if events is not None and name in self._index:
             events.before_use(self._index[name])
 
     def use_table(self, events: UnitEvents | None) -> None:
-        """Report that a tied head is about to read the table."""
+        # a tied head is about to read it
         if self.is_tied:
             self.use(events, TABLE if self.shares_table else "embedding")
 
     def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
         again, dropout = self.kernels.recompute_attention, 0.0 if ctx.dropout is None else self.config.attention_dropout
-        gives_lse = not ctx.repeats_attention and keeps_results(
-            ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout
-        )
+        keeps = keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout)
+        gives_lse = not ctx.repeats_attention and keeps
         if again == "full" or not (gives_lse or ctx.plan is not None):  # attention in pieces has it from every kernel
             return ctx
         return replace(ctx, kept=KeptTensors(), keeps_received=again == "none" and self.layout.sp.size > 1)
 
     def cut(self, tokens: Tensor, ctx: ForwardContext) -> SequenceCut:
-        """Return this rank's positions of a micro-batch [b, s]; with cp they follow from the mask, alike on all ranks of a replica."""
+        """Return this rank's positions of a micro-batch [b, s]; with cp they follow from the mask."""
         length = tokens.shape[1]
         whole = self.layout.cp.size == 1 and ctx.row_slice is None
-        return self.layout.cut(
-            RowMask(length) if whole else row_mask(ctx.mask, length, self.config.window_size), ctx.row_slice
-        )
-
-    def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        # the position ids of the tokens: [s], or [s, b] if they differ between sequences
-        if ctx.cache is not None:
-            return ctx.cache.positions(tokens.shape[1], tokens.device).t()
-        return torch.arange(tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
-
-    def _offload_pass(self, x: Tensor, ctx: ForwardContext) -> OffloadPass | None:
-        if not self.kernels.offload_activations or not torch.is_grad_enabled():
-            return None
-        from megatron_sp.parallel.offload import ActivationOffload
-
-        self._offload = self._offload or ActivationOffload(x.device)
-        return self._offload.forward_pass(ctx.rotary or ())
+        mask = RowMask(length) if whole else row_mask(ctx.mask, length, self.config.window_size)
+        return self.layout.cut(mask, ctx.row_slice)
 
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         # ``ctx`` with the values that are computed once per forward pass and shared by all layers
         ctx = replace(ctx, length=cut.length, whole_length=cut.whole, num_tokens=cut.num_tokens)
         if ctx.routers is not None and ctx.routers.replayed is not None:
-            at = torch.arange(cut.whole, device=ctx.routers.replayed.device)
-            ctx.routers.rows = cut.take(at)[cut.tp_seq_slice][: cut.num_tokens]
+            rows = torch.arange(cut.whole, device=ctx.routers.replayed.device)
+            ctx.routers.rows = cut.take(rows)[cut.tp_seq_slice][: cut.num_tokens]
         if self.layout.cp.size > 1 or ctx.row_slice is not None:
             if ctx.cache is not None:
                 raise RuntimeError(
-                    "a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank"
+                    "a KV cache holds all positions, and a rank of context parallelism has some:"
+                    " generate with one cp rank"
                 )
             from megatron_sp.parallel.context_plan import plan_context
 
-            ctx = replace(
-                ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares, cut.keys)
-            )
+            mask = row_mask(ctx.mask, cut.whole, self.config.window_size)
+            ctx = replace(ctx, plan=plan_context(mask, cut.shares, cut.keys))
         if ctx.dropout is not None:
             keys = ctx.dropout.token_keys
-            ctx = replace(
-                ctx, dropout=DropoutKeys(cut.share(keys)), local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice])
-            )
+            local = DropoutKeys(cut.take(keys)[cut.tp_seq_slice])
+            ctx = replace(ctx, dropout=DropoutKeys(cut.share(keys)), local_dropout=local)
         if ctx.rotary is None:
             ctx = replace(ctx, rotary=rotary_of(self.config, cut.share(positions), self.params_dtype))
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
@@ -417,15 +354,16 @@ class LanguageModel(nn.Module):
 
 
 def _recomputed(
-    layers: list[TransformerBlock], which: range, units: list[tuple[int, ...]], ctx: ForwardContext, events: UnitEvents | None, x: Tensor
+    layers: list[TransformerBlock], which: range, units: _Units, ctx: ForwardContext, events: UnitEvents | None,
+    x: Tensor,
 ) -> Tensor:  # fmt: skip
     draws_random = layers[which.start].self_attention.draws_random(ctx)
     return recompute(_run_layers, layers, which, units, x, ctx, events, draws_random=draws_random, kept=ctx.kept)
 
 
 def _run_layers(
-    layers: list[TransformerBlock], which: range, units: list[tuple[int, ...]], x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
-    offload: OffloadPass | None = None,
+    layers: list[TransformerBlock], which: range, units: _Units, x: Tensor, ctx: ForwardContext,
+    events: UnitEvents | None, offload: OffloadPass | None = None,
 ) -> Tensor:  # fmt: skip
     # run the blocks ``which``, whose units are ``units``; the caller sets the unit boundary before the first
     for layer in which:
@@ -440,7 +378,6 @@ def _run_layers(
         if offload is None:
             x = block(x, ctx, around)
         else:
-            x = offload.run(
-                partial(block, ctx=ctx, around_experts=around), x, block.parameters, last=layer + 1 == len(layers)
-            )
+            run = partial(block, ctx=ctx, around_experts=around)
+            x = offload.run(run, x, block.parameters, last=layer + 1 == len(layers))
     return x
