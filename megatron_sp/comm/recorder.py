@@ -34,9 +34,8 @@ class Clock(Protocol):
 
     def seconds(self, begin: Moment, end: Moment) -> float: ...
 
-    def when_done(
-        self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]
-    ) -> None: ...  # call ``tell`` with the moment at which a collective ends, if it is known; a lane keeps its order
+    # call ``tell`` with the moment at which a collective ends, if it is known; a lane keeps its order
+    def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None: ...
 
 
 class WallClock:
@@ -88,7 +87,7 @@ class CudaClock:
 
 
 class Collective(NamedTuple):
-    """What it takes to run a collective of the same size."""
+    """Enough to run a collective of the same size."""
 
     axis: Axis
     op: str  # all_to_all, all_reduce, all_gather or reduce_scatter; between stages send or receive
@@ -127,7 +126,7 @@ class CollectiveRecord:
 
 
 class Mark(NamedTuple):
-    """From here on this rank computes something else, or waits."""
+    """Moment from which this rank computes something else, or waits."""
 
     at: Moment
     label: str

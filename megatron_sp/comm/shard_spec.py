@@ -21,10 +21,9 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A parameter on one tp rank: contiguous runs along one dim."""
+    """A parameter's place on one tp rank: contiguous runs along one dim."""
 
     # one run for a plain split, two for gate|up, or for own queries next to a key/value head that several ranks hold
-
     shape: tuple[int, ...]  # of the whole parameter, as in a checkpoint (without padding rows)
     dim: int  # that is split
     runs: tuple[tuple[int, int], ...]  # (start in the whole, length), in local order; local rows after them are padding

@@ -36,7 +36,7 @@ def routing_of(config: ModelConfig) -> RoutingSpec:
 
 
 def router_step(config: ModelConfig, ep: ExpertParallel, device: torch.device) -> RouterStep:
-    """What routers tell a training step."""
+    """Make what routers tell a training step."""
     assert config.num_layers
     kind = config.balance_kind
     spec = BalanceSpec(kind, config.moe_aux_loss_coeff if kind != "none" else 0.0, config.moe_z_loss_coeff or 0.0)

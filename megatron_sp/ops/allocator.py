@@ -56,7 +56,7 @@ def is_small(x: Tensor) -> bool:
 
 
 def is_small_result(x: Tensor, width: int) -> bool:
-    """Return whether a result [..., width] may."""
+    """Return whether a result [..., width] for x may come from torch's allocator."""
     return x.nbytes * width < _MIN_BYTES * (x.shape[-1] or 1) or x.device.type != "cpu"
 
 

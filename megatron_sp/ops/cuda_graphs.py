@@ -9,12 +9,14 @@ import torch
 
 
 class Graph(Protocol):
-    """What a function has launched; ``replay`` queues it again."""
+    """Launches of a function, which ``replay`` queues again."""
 
     def replay(self) -> None: ...
 
 
 class GraphMaker(Protocol):
+    """Captures graphs that share a pool."""
+
     num_bytes: int  # of the pool
 
     def capture(self, record: Callable[[], None]) -> Graph: ...  # keep what ``record`` launches, which does not run

@@ -21,24 +21,20 @@ class MainGrad(Protocol):
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         """Return a view and whether to overwrite it (first of the step); None if not held."""
 
-    def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        # in the forward pass, for an op that computes its gradient there (the LM head): nothing else may write to the
-        # view before ``finish``. None if there is a gradient already, or no buffer
-        ...
+    # in the forward pass, for an op that computes its gradient there (the LM head): nothing else may write to the view
+    # before ``finish``. None if there is a gradient already, or no buffer
+    def reserve_ahead(self, param: Tensor) -> Tensor | None: ...
 
     def finish(self, param: Tensor) -> None: ...
 
-    def later(
-        self, param: Tensor, write: Callable[[], object]
-    ) -> (
-        bool
-    ): ...  # keep ``write``, whose operands must not be changed any more, if gradients of ``param`` are put off now
+    # keep ``write``, whose operands must not be changed any more, if gradients of ``param`` are put off now
+    def later(self, param: Tensor, write: Callable[[], object]) -> bool: ...
 
-    def put_sums(
-        self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]
-    ) -> None: ...  # over parts, now or later (``ops/kernels/biases.py``)
+    # over parts, now or later (``ops/kernels/biases.py``)
+    def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None: ...
 
-    def cover(self) -> None: ...  # write what was put off, as work under an exchange
+    # write what was put off, as work under an exchange
+    def cover(self) -> None: ...
 
 
 _16_BIT = (torch.bfloat16, torch.float16)
@@ -103,7 +99,7 @@ def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_def
 
 
 def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bool:
-    """Return whether autograd need not know of them."""
+    """Return whether autograd need not know of these parameters."""
     if main_grad is None:
         return False
     held = main_grad.held  # one that autograd knows has a node, which every backward pass calls with nothing for it
@@ -114,7 +110,7 @@ def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bo
 
 
 def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -> Tensor | None:
-    """Sum rows; None if the sum went to the main_grad."""
+    """Sum the rows of a bias's gradient; None if the sum went to the main_grad."""
     if main_grad is None or main_grad.defers:
         return put_grad(main_grad, bias, column_sum(grad_out))
     reserved = main_grad.reserve(bias)

@@ -92,7 +92,7 @@ class FlatGradients:
         self._completing.update(range(len(self.units)) if units is None else units)
 
     def put_off(self, key: Hashable = None, units: Collection[int] = ()) -> None:
-        """From now on keep what writes the gradients of ``units`` for ``catch_up(key)``; without a key nothing."""
+        """Keep, from now on, what writes the gradients of ``units`` for ``catch_up(key)``; without a key nothing."""
         self._put_off = key, units
         self.defers = key is not None or bool(self._delays)
         if key is not None:

@@ -28,7 +28,7 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
 
 
 class Residency:
-    """Which unit is in which buffer; ``together``: units used at a time, such as a block and its experts."""
+    """Units in their buffers; ``together``: units used at a time, such as a block and its experts."""
 
     def __init__(self, pools: Sequence[Pool], together: Sequence[tuple[int, ...]] = ()) -> None:
         self._beside = {unit: units for units in together for unit in units}
