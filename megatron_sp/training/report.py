@@ -37,7 +37,10 @@ from megatron_sp.training.setup import dtype_of
 from megatron_sp.utils.format import format_bytes, format_count, format_duration, format_parameters
 
 if TYPE_CHECKING:
+    from megatron_sp.parallel.router_pass import RouterStep
     from megatron_sp.training.parts import Run
+    from megatron_sp.training.step import StepResult
+    from megatron_sp.training.train_state import Progress
 
 NO_LOSS_TOKENS = "no loss tokens"
 

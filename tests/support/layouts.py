@@ -39,8 +39,8 @@ from megatron_sp.parallel.pipeline_plan import PipelineKind
 from megatron_sp.parallel.pipeline_stages import deal_layers
 from megatron_sp.parallel.router_pass import RouterStep
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
-from megatron_sp.training.step import count_first, with_routers
 from megatron_sp.training.sharding import counted_by, pools_of_model, units_together
+from megatron_sp.training.step import count_first, with_routers
 from support import plain_experts, reference, tiny
 from support.errors import FP32, FP64, assert_law
 from support.ranks import run_ranks
