@@ -151,7 +151,11 @@ class TrainStep:
         if self.graphs is not None:
             replayed = self.graphs.replay(micro_batches, totals, step, lr, decoupled_lr, weight_decay)
         summary = self.passes(micro_batches, totals, step) if replayed is None else replayed.summary
-        host_copy = HostCopy(summary)
+        on_host, copied = summary, None
+        if summary.is_cuda:
+            on_host = host_empty(summary.shape, summary.dtype, summary.device)
+            on_host.copy_(summary, non_blocking=True)
+            copied = torch.cuda.current_stream(summary.device).record_event()
         self.faults.at("optim.step", step)
         optimizer, scale, queued = self.optimizer, self.scaler.scale, self.optimizer.updates_on_device
         if queued:  # the device decides by the numbers that the host has not read yet
@@ -167,7 +171,9 @@ class TrainStep:
                 self._update_expert_biases(summary, skip)
 
         # the only point of the step where the host waits for the device; the fields are read in their order
-        values, num_terms = iter(host_copy.wait()), len(self.loss.names)
+        if copied is not None:
+            copied.synchronize()
+        values, num_terms = iter(on_host.tolist()), len(self.loss.names)
         grad_norm = next(values)
         sums, counts = list(islice(values, num_terms)), list(islice(values, num_terms))
         stops, sequences, tokens = islice(values, 3)
@@ -233,10 +239,17 @@ class TrainStep:
         make_routers = getattr(self.model, "router_step", None)
         self.routers = None if make_routers is None else make_routers(totals.device)
         if (routers := self.routers) is not None:
-            routers.weights = lambda: routers.weights_from(*losses.router_counts(), self.scaler.scale)
-        key = _on_device(step, totals.device) if self.options.drops else step
+            first, scale = len(self.loss.names) + 1, self.scaler.scale  # behind the votes to stop
+            routers.weights = lambda: routers.weights_from(*losses.counted()[first : first + 2], scale)
+        key: int | Tensor = step
+        if self.options.drops and totals.is_cuda:  # a captured graph would hold the number itself
+            key = host_empty((), torch.int64, totals.device).fill_(step).to(totals.device, non_blocking=True)
         if self.pipeline is None:
-            self._count_routers_first(micro_batches, key, step)
+            hidden, forward = self.loss.hidden, UnitWork(self.weights, None)
+            if self.routers is not None and hidden is not None and len(micro_batches) > 1:
+                run = lambda batch: hidden(self.model, batch, self.context_of(batch, key), forward)
+                count_first(self.routers, self.model, self.weights, micro_batches, run)
+                self.seed(step)  # the passes that follow drop the same
             self.weights.start_step(len(micro_batches))
             last = len(micro_batches) - 1
             for index, batch in enumerate(micro_batches):
@@ -248,19 +261,6 @@ class TrainStep:
         if self.recorder is not None:
             self.recorder.enter("update")
         return self.reduced(losses, self.scaler.scale, poisoned=self.faults.poisons("grad", step))
-
-    def _count_routers_first(self, micro_batches: list[MicroBatch], key: int | Tensor, step: int) -> None:
-        hidden = self.loss.hidden
-        if self.routers is None or hidden is None or len(micro_batches) == 1:
-            return
-        events = UnitWork(self.weights, None)
-
-        def run(index: int) -> Tensor:
-            batch = micro_batches[index]
-            return hidden(self.model, batch, self.context_of(batch, key), events)
-
-        count_first(self.routers, self.model, self.weights, len(micro_batches), run)
-        self.seed(step)  # the passes that follow drop the same
 
     def micro_batch(
         self, batch: MicroBatch, key: int | Tensor, losses: Losses, step: int, *, is_last: bool, is_only: bool = False
@@ -339,15 +339,16 @@ def with_routers(
 
 
 def count_first(
-    routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]
-) -> None:
+    routers: RouterStep, model: nn.Module, weights: WholeWeights, micro_batches: Sequence[Any],
+    run: Callable[[Any], object],
+) -> None:  # fmt: skip
     """Run forward passes without gradients, if the loads must be known before. Collective."""
     if not routers.counts_first:
         return
     with routers.counting(), torch.no_grad():
-        weights.start_step(num_micro_batches, model.unit_order(backward=False))  # type: ignore[operator]
-        for index in range(num_micro_batches):
-            run(index)
+        weights.start_step(len(micro_batches), model.unit_order(backward=False))  # type: ignore[operator]
+        for batch in micro_batches:
+            run(batch)
 
 
 class Losses:
@@ -357,66 +358,40 @@ class Losses:
     # is_empty, bool [terms]: the term has no token on any rank.
 
     is_empty: Tensor
+    _inverse_counts: Tensor  # 0 for a count of 0
 
     def __init__(self, num_terms: int, totals: Tensor, handle: Handle, scale: float | Tensor) -> None:
         self.totals, self._handle, self._num_terms, self._scale = totals, handle, num_terms, scale
         self._sums: Tensor | None = None
-        self._inverse_counts: Tensor | None = None
+        self._has_counts = False
 
     def add(self, terms: list[Tensor]) -> Tensor:
         """Add a micro-batch's terms; return its loss, scaled."""
-        inverse_counts = self._wait_for_counts()
+        self.counted()
         sums = torch.stack([term.detach().double() for term in terms])
         self._sums = sums if self._sums is None else self._sums.add_(sums)
-        shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, inverse_counts, strict=True)]
+        shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, self._inverse_counts, strict=True)]
         loss = sum(shares[1:], shares[0])
         if isinstance(self._scale, Tensor):
             return loss * self._scale.to(loss.dtype)
         return loss if self._scale == 1.0 else loss * self._scale
 
-    def router_counts(self) -> tuple[Tensor, Tensor]:
-        self._wait_for_counts()
-        return self.totals[self._num_terms + 1], self.totals[self._num_terms + 2]
-
-    def _wait_for_counts(self) -> Tensor:
-        # wait for the totals, once, and return one over each count; 0 for a count of 0
-        if self._inverse_counts is None:
+    def counted(self) -> Tensor:
+        """Wait for the totals of all ranks, and return them."""
+        if not self._has_counts:
+            self._has_counts = True
             self._handle.wait()
             counts = self.totals[: self._num_terms]
             self.is_empty = counts == 0
             self._inverse_counts = counts.reciprocal().masked_fill_(self.is_empty, 0.0)
-        return self._inverse_counts
+        return self.totals
 
     def finish(self) -> Tensor:
         """Return the sums, fp64 [terms]."""
-        self._wait_for_counts()  # a rank of a pipeline without the head has not
+        self.counted()  # a rank of a pipeline without the head has not
         if self._sums is None:
             self._sums = torch.zeros(self._num_terms, dtype=torch.float64, device=self.totals.device)
         return self._sums
-
-
-class HostCopy:
-    """Asynchronous device-to-host copy."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values, self._event = values, None
-        if values.is_cuda:
-            self._values = host_empty(values.shape, values.dtype, values.device)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.current_stream(values.device).record_event()
-
-    def wait(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[float] = self._values.tolist()
-        return values
-
-
-def _on_device(step: int, device: torch.device) -> int | Tensor:
-    # a number for kernels; on a GPU as a tensor, since a captured graph would hold the number itself
-    if device.type != "cuda":
-        return step
-    return host_empty((), torch.int64, device).fill_(step).to(device, non_blocking=True)
 
 
 def _counts(loss: Loss, micro_batches: list[MicroBatch]) -> Tensor:
@@ -442,8 +417,9 @@ def evaluate_batches(
     counts = _counts(loss, micro_batches)
     sums = torch.zeros_like(counts)
 
-    def context_of(index: int) -> ForwardContext:
-        return micro_batch_context(micro_batches[index], seed=0, step=0, drops=False, kernel=kernel, causal=loss.causal)
+    context_of = lambda index: micro_batch_context(
+        micro_batches[index], seed=0, step=0, drops=False, kernel=kernel, causal=loss.causal
+    )  # fmt: skip
 
     def add(index: int, context: ForwardContext) -> Tensor:
         terms = loss.sums(model, micro_batches[index], context, events)

@@ -78,7 +78,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     Returns:
         The exit code: 0, or 5 if anything differs.
     """
-    say: Callable[[str], None] = partial(print, flush=True) if launch.rank == 0 else _nothing
+    say: Callable[[str], None] = partial(print, flush=True) if launch.rank == 0 else lambda _: None
     dtype = _dtype(config, groups.device)
     if dtype == torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -109,22 +109,20 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     order, seed = config.data.dataloader_type, config.batch.seed
 
     def batches(dp_rank: int) -> list[MicroBatch]:
-        with BatchLoader(
-            dataset,
-            micro_batch_size=plan.micro_batch_size,
-            dp_rank=dp_rank,
-            dp_size=groups.dp_size,
-            order=order,
-            seed=seed,
-            deal_rows=deal_rows,
-        ) as loader:
+        loader = BatchLoader(
+            dataset, micro_batch_size=plan.micro_batch_size, dp_rank=dp_rank, dp_size=groups.dp_size, order=order,
+            seed=seed, deal_rows=deal_rows,
+        )  # fmt: skip
+        with loader:
             return [on_device(micro, groups.device) for micro in loader.step(0, each)]
 
     step = _Step(config, task, dtype, groups)
     everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
     reference = None
+    exactly = task.exactly if dtype == torch.float64 and groups.device.type == "cpu" else nullcontext
     if everybody:
-        reference = step.run(ParallelContext(), None, [micro for of_rank in everybody for micro in of_rank])
+        with exactly():
+            reference = step.run(ParallelContext(), None, [micro for of_rank in everybody for micro in of_rank])
     tp_seq = " with sequence parallel" if config.parallel.sequence_parallel else ""
     sizes = f"tp {groups.tp.size()}{tp_seq}, sp {groups.sp.size()}"
     sizes += f", cp {groups.cp.size()}" if groups.cp.size() > 1 else ""
@@ -145,7 +143,8 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
             stages=() if pipeline is None else pipeline.own_stages, num_slices=config.parallel.num_pipeline_slices,
             ep=experts,
         )  # fmt: skip
-        outcome = step.run(layout, groups, mine, pipeline, replayed)
+        with exactly():
+            outcome = step.run(layout, groups, mine, pipeline, replayed)
         title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"
         good = _compare(title, outcome, reference, groups, TOLERANCE[dtype], say) and good
     say("verify: the layout equals one process" if good else "verify: FAILED, the layout does not equal one process")
@@ -170,14 +169,6 @@ class _Step:
         pipeline: Pipeline | None = None, replayed: list[Tensor] | None = None,
     ) -> _Outcome:  # fmt: skip
         # without groups all of it on this process; ``replayed``: choices of experts to be made, for each micro-batch
-        exact = self.config.precision.fp64 and self.groups.device.type == "cpu"
-        with self.task.exactly() if exact else nullcontext():
-            return self._run(layout, groups, micro_batches, pipeline, replayed)
-
-    def _run(
-        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch],
-        pipeline: Pipeline | None, replayed: list[Tensor] | None,
-    ) -> _Outcome:  # fmt: skip
         seed, loss_of = self.config.batch.seed, self.task.loss
         sharded = build_sharded(
             self.task.build_model, self.config, layout, groups, self.groups.device,
@@ -223,10 +214,8 @@ class _Step:
             ).run()  # fmt: skip
         else:
             if routers is not None and hidden is not None:
-                count_first(
-                    routers, model, weights, len(micro_batches),
-                    lambda index: hidden(model, micro_batches[index], context_of(index), forward),
-                )  # fmt: skip
+                run = lambda index: hidden(model, micro_batches[index], context_of(index), forward)
+                count_first(routers, model, weights, range(len(micro_batches)), run)
             weights.start_step(len(micro_batches))
             for index in range(len(micro_batches)):
                 context = context_of(index)
@@ -413,7 +402,3 @@ def _free_memory(device: torch.device) -> int:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _nothing(_: str) -> None:
-    """Print nothing, on ranks other than 0."""

@@ -93,7 +93,7 @@ def test_a_step_of_a_token_whose_input_is_not_static() -> None:
 # in an eager step the host waits for the losses before it queues what these order; a graph has no host in it
 _NEEDED = (
     ("sp, chunked", "Work.wait in comm/collectives.py:wait < parallel/ulysses.py:_pieces"),
-    ("sp, chunked", "event.synchronize in training/step.py:wait < training/step.py:run"),
+    ("sp, chunked", "event.synchronize in training/step.py:run < training/loop.py:_take_steps"),
     ("stage 3", "Work.wait in comm/collectives.py:wait < optim/gradients.py:_wait"),
     ("stage 3", "Work.wait in comm/collectives.py:wait < optim/weights.py:need"),
     ("tp_seq, sp, dp, stage 1", "Work.wait in comm/collectives.py:wait < optim/weights.py:settle"),

@@ -327,7 +327,7 @@ class Sharded:
         if self.pipeline is not None:
             return self._pipelined(self.pipeline, total)
         if self.routers is not None and case.micro_batches > 1:
-            count_first(self.routers, self.model, self.weights, case.micro_batches, self._count)
+            count_first(self.routers, self.model, self.weights, range(case.micro_batches), self._count)
         self.weights.start_step(case.micro_batches)
         for i in range(case.micro_batches):
             batch = self.batch(i)
@@ -451,7 +451,7 @@ class OneProcess:
             routers = start_routers(model, case, CPU)
             if routers is not None and len(batches) > 1:
                 count_first(
-                    routers, model, WholeWeights([]), 1,
+                    routers, model, WholeWeights([]), [None],
                     lambda _, model=model, routers=routers: [
                         model.hidden(b["tokens"], with_routers(context(self.config, b), routers, b)) for b in batches
                     ],
