@@ -81,7 +81,11 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
     # one process of each host looks for the file
     kill_switch = KillSwitch(config.batch.kill_switch_path if launch.local_rank == 0 else None)
     with all_ranks_agree(groups.control):
-        kill_switch.require_unthrown()
+        if kill_switch.is_thrown():
+            raise errors.ConfigError(
+                f"--kill-switch-path {config.batch.kill_switch_path}: the file is there, so nothing starts: remove it,"
+                " or leave the flag out"
+            )
     with contextlib.ExitStack() as closing:
         run_dir = open_run_dir(config, task.name, groups)
         status.is_made_up = config.checkpoint.save is None
@@ -118,7 +122,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
             is_lost = isinstance(error, errors.PeerError)
             if not is_lost and (isinstance(error, errors.ReportedError) or not is_peer_failure(error)):
                 raise
-            signals.hush()  # the launcher's SIGTERM is about the same
+            signals.speaks = False  # the launcher's SIGTERM is about the same
             if saves is not None:
                 saves.abandon()
             if is_lost:

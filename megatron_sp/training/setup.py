@@ -139,18 +139,14 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
             message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         status.write("failed", code, message)
-    if code == EXIT_PREEMPTED:
-        _end_launcher()
+    # SIGTERM to torchrun's agent, the parent: with --max-restarts it would restart a preempted job. The agent that
+    # received the signal ends anyway; those of other hosts would wait for it in vain.
+    restarts = os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if code == EXIT_PREEMPTED and restarts:
+        os.kill(os.getppid(), signal.SIGTERM)
     if code == EXIT_OK:
         destroy_process_group()
     leave(code, as_usual=not held)
-
-
-def _end_launcher() -> None:
-    # SIGTERM to torchrun's agent, the parent: with --max-restarts it would restart a preempted job. The agent that
-    # received the signal ends anyway; those of other hosts would wait for it in vain.
-    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
@@ -185,17 +181,13 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
 def set_threads(config: Config, launch: Launch) -> int:
     """Set the number of threads to this process's share of the host's cores, unless it is configured; return it."""
     # OMP_NUM_THREADS counts for a process that is alone: torchrun sets it to 1 for several, leaving cores idle
-    cores = num_cores()
-    asked = _number(os.environ.get("OMP_NUM_THREADS", "")) if launch.local_world_size == 1 else 0
+    cores, asked = num_cores(), 0
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "4", or of several levels "4,2"
+    if launch.local_world_size == 1 and first.isascii() and first.isdigit() and len(first) < 5:
+        asked = int(first)
     threads = config.kernels.num_threads or asked or max(1, cores // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
-
-
-def _number(text: str) -> int:
-    # the outermost level of a number of threads, "4" or "4,2"; 0 if the text is not valid
-    first = text.split(",")[0].strip()
-    return int(first) if first.isascii() and first.isdigit() and len(first) < 5 else 0
 
 
 def join(config: Config, launch: Launch) -> ParallelGroups:
@@ -215,10 +207,11 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     require_fused_kernels(config, launch, device)
     require_attention(config, launch, device)
     set_threads(config, launch)
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     nccl = _nccl_options(config)
     nccl.of("sp"), nccl.of("dp")  # what NCCL does not know is found out before the ranks wait for each other
     try:
-        init_process_group(launch, device, config.parallel.distributed_backend, _timeout(config))
+        init_process_group(launch, device, config.parallel.distributed_backend, timeout)
         return layout_groups(config, device, check=config.parallel.check_collectives)
     except RuntimeError as error:
         if not is_peer_failure(error):
@@ -236,8 +229,9 @@ def layout_groups(config: Config, device: torch.device, *, check: bool, control:
     parallel = config.parallel
     return ParallelGroups.create(
         device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size,
-        cp_size=parallel.context_parallel_size, pp_size=parallel.pipeline_model_parallel_size, timeout=_timeout(config),
-        check=check, nccl=_nccl_options(config), control=control,
+        cp_size=parallel.context_parallel_size, pp_size=parallel.pipeline_model_parallel_size,
+        timeout=timedelta(minutes=parallel.distributed_timeout_minutes), check=check, nccl=_nccl_options(config),
+        control=control,
     )  # fmt: skip
 
 
@@ -250,10 +244,6 @@ def expert_parallel(config: Config, groups: ParallelGroups) -> ExpertParallel:
         groups, parallel.expert_model_parallel_size, tp_seq=parallel.sequence_parallel and groups.tp.size() > 1,
         chunks=parallel.moe_chunks, check=parallel.check_collectives,
     )  # fmt: skip
-
-
-def _timeout(config: Config) -> timedelta:
-    return timedelta(minutes=config.parallel.distributed_timeout_minutes)
 
 
 def _nccl_options(config: Config) -> NcclOptions:

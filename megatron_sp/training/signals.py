@@ -16,14 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from megatron_sp.utils.errors import EXIT_PEER, ConfigError
+from megatron_sp.utils.errors import EXIT_PEER
 from megatron_sp.utils.files import open_own
 from megatron_sp.utils.streams import complain
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_registered = threading.Event()
 _ECHO_SECONDS = 2.0  # under a launcher a Ctrl-C reaches us from the terminal and again from that
 
 
@@ -35,7 +35,7 @@ class StopSignals:
 
     def __init__(self, launched: bool = True, speaks: bool = True) -> None:
         self.requested = self.saving = False
-        self._speaks = speaks
+        self.speaks = speaks  # False also once the run ends for a reason of its own
         self._launched = launched
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
@@ -46,12 +46,14 @@ class StopSignals:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        _forks_are_deaf()
+        if not _registered.is_set():  # a fork must not write to this process's pipe
+            _registered.set()
+            os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="stop-signals", daemon=True)
         self._thread.start()
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._previous[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, lambda *_: self._asked(time.monotonic()))
 
     def restore(self) -> None:
         for number, handler in self._previous.items():
@@ -63,9 +65,6 @@ class StopSignals:
             self._thread.join()
             os.close(self._pipe[0])
             self._pipe = None
-
-    def _handle(self, _: int, __: FrameType | None) -> None:
-        self._asked(time.monotonic())
 
     def _asked(self, now: float) -> None:
         if self._first is None:
@@ -94,12 +93,8 @@ class StopSignals:
                     self._say(f"{number_word} signal: leaving at once, the last checkpoint stays valid")
                     os._exit(128 + number)
 
-    def hush(self) -> None:
-        """Say no more: the run ends for a reason of its own."""
-        self._speaks = False
-
     def _say(self, line: str) -> None:
-        if self._speaks:
+        if self.speaks:
             complain(line)
 
 
@@ -114,23 +109,6 @@ class KillSwitch:
         """Return whether the file is there, or was: a stop that has begun is not called off."""
         self._seen = self._seen or (self._path is not None and os.path.lexists(self._path))
         return self._seen
-
-    def require_unthrown(self) -> None:
-        """Raise ConfigError if the file is there before the run."""
-        if self.is_thrown():
-            raise ConfigError(
-                f"--kill-switch-path {self._path}: the file is there, so nothing starts: remove it, or leave the flag"
-                " out"
-            )
-
-
-_registered = threading.Event()
-
-
-def _forks_are_deaf() -> None:
-    if not _registered.is_set():
-        _registered.set()
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class Watchdog:
