@@ -185,7 +185,12 @@ def _timed(
         block = _Block(config, groups)
     failed: dict[str, str] = {}
     for name in names:  # warm-up, in which some kernels are compiled
-        errors = [error for error in gather_json(block.failure(name), groups.control) if error]
+        own_error = ""
+        try:
+            block.run(name)
+        except Exception as error:  # foreign code, or too little memory for a kernel
+            own_error = f"it fails at this size: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        errors = [error for error in gather_json(own_error, groups.control) if error]
         if errors:
             failed[name] = errors[0]
     left = [name for name in names if name not in failed]
@@ -194,15 +199,16 @@ def _timed(
     for _ in range(_ROUNDS if len(left) > 1 else min(1, len(left))):
         for name in left:
             barrier(groups.control)
-            seconds[name].append(_slowest(block.run(name), groups))
-        if _slowest(time.monotonic() - began, groups) > _SECONDS:
+            seconds[name].append(slowest(block.run(name), groups))
+        if slowest(time.monotonic() - began, groups) > _SECONDS:
             break
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # the model's buffers come next
     return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}, failed
 
 
-def _slowest(seconds: float, groups: ParallelGroups) -> float:
+def slowest(seconds: float, groups: ParallelGroups) -> float:
+    """Return the largest of all ranks' times. Collective."""
     return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
 
 
@@ -222,26 +228,15 @@ class _Block:
         documents = ((s // 2, s),) * b if use.documents and s > 1 else None
         self.mask = AttentionMask(use.causal, documents=documents, window=use.window)
 
-    def failure(self, name: KernelName) -> str:
-        # compute once; return what goes wrong, or an empty string
-        try:
-            self.run(name)
-        except Exception as error:  # foreign code, or too little memory for a kernel
-            return f"it fails at this size: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return ""
-
     def run(self, name: KernelName) -> float:
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         activate(name)
-        self._synchronize()
+        synchronize()
         began = time.perf_counter()
         out = attention(self.qkv, self.r, self.d, self.mask, kernel=name, dropout=self.dropout)
         torch.autograd.grad(out, self.qkv, out.detach())
-        self._synchronize()
+        synchronize()
         return time.perf_counter() - began
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def require_fused_kernels(config: Config, launch: Launch, device: torch.device) -> None:

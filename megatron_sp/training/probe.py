@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from megatron_sp.comm.collectives import all_reduce, barrier
+from megatron_sp.comm.collectives import barrier
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.rules import violations
 from megatron_sp.config.rules_layout import with_split
@@ -33,7 +33,7 @@ from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.training.kernel_selection import choose_attention
+from megatron_sp.training.kernel_selection import choose_attention, slowest
 from megatron_sp.training.setup import layout_groups
 
 Candidate = tuple[OverlapMode, int]
@@ -136,13 +136,9 @@ def _medians(timers: list[_Timer], groups: ParallelGroups) -> list[float]:
             spent = timer.run()
             if index > 0:  # the first round is for warm-up
                 times.append(spent)
-        if index > 0 and _max_over_ranks(time.monotonic() - began, groups) > _SECONDS:
+        if index > 0 and slowest(time.monotonic() - began, groups) > _SECONDS:
             break
     return [statistics.median(times) for times in seconds]
-
-
-def _max_over_ranks(seconds: float, groups: ParallelGroups) -> float:
-    return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
 
 
 class _Timer:
@@ -173,15 +169,12 @@ class _Timer:
         self.ctx = ForwardContext(AttentionMask(mask.causal), kernel, cut.length, cut.whole, plan, rotary=rotary)
 
     def run(self) -> float:
+        synchronize = torch.cuda.synchronize if self.groups.device.type == "cuda" else lambda: None
         activate(self.ctx.kernel)
-        self._synchronize()
+        synchronize()
         barrier(self.groups.control)
         began = time.perf_counter()
         y, _ = self.attention(self.x, self.ctx, self.norm.in_front(), None)
         y.backward(y.detach())
-        self._synchronize()
-        return _max_over_ranks(time.perf_counter() - began, self.groups)
-
-    def _synchronize(self) -> None:
-        if self.groups.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
+        return slowest(time.perf_counter() - began, self.groups)

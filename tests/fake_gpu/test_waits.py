@@ -61,7 +61,7 @@ def is_noticed(job: Job, site: str) -> bool:
             marks=pytest.mark.long,
         ),
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
-        ("sp, chunked", "event.synchronize in training/step.py:wait < training/step.py:run"),
+        ("sp, chunked", "event.synchronize in training/step.py:run < training/loop.py:_take_steps"),
         pytest.param("pp", f"{WAIT}parallel/pipeline.py:take", marks=pytest.mark.long),
         ("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived"),
         pytest.param("overlap report, tp_seq", "operand in comm/collectives.py:all_gather_async", marks=pytest.mark.long),
@@ -98,7 +98,7 @@ _ORDERING = {"wait", "wait_event", "wait_stream", "synchronize", "record", "reco
 _FOLDERS = ("checkpoint", "comm", "data", "inference", "models", "ops", "optim", "parallel", "tasks", "training")
 _THREADS, _SCHEDULES = "waits for a thread", "schedules of other people's models have it, which no program here trains"
 NOT_PASSED = {
-    "training/kernel_selection.py:_synchronize": "several attention kernels are timed, and the fake device has torch's alone",
+    "training/kernel_selection.py:run": "several attention kernels are timed, and the fake device has torch's alone",
     "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:_work": _THREADS, "training/saves.py:_finish": _THREADS,
     "training/saves.py:close": _THREADS, "training/signals.py:_watch": _THREADS,
     "parallel/mappings.py:_end": _SCHEDULES, "parallel/mappings.py:_gathered": _SCHEDULES,
