@@ -97,6 +97,8 @@ class CapturedStep:
         device = totals.device
         self._inputs = {name: torch.empty_like(t, device=device).copy_(t) for name, t in micro_batches[0].items()}
         self._numbers = torch.zeros(len(StepNumbers._fields), dtype=torch.float64, device=device)
+        # factor of the loss: part of the graphs if it never changes
+        self._scale = self._number("scale") if step.scaler.dynamic else step.scaler.scale
         self._static_totals = torch.empty_like(totals)
         self._graphs: dict[Kind, Graph] = {}
         self._update: Graph | None = None
@@ -118,12 +120,6 @@ class CapturedStep:
         self._grads: list[tuple[FlatUnit, KeptGrads]] = [(unit, unit.kept_grads()) for unit in step.gradients.units]
 
     # what is captured
-
-    @property
-    def _scale(self) -> float | Tensor:
-        # factor of the loss: part of the graphs if it never changes
-        scaler = self._step.scaler
-        return self._number("scale") if scaler.dynamic else scaler.scale
 
     def _number(self, name: str) -> Tensor:
         return self._numbers[StepNumbers._fields.index(name)]
@@ -364,17 +360,15 @@ class StepGraphs:
         # the median time of a call, after one that is not timed
         run()
         seconds = list[float]()
+        is_cuda = self._step.gradients.units[0].device.type == "cuda"
+        synchronize = torch.cuda.synchronize if is_cuda else lambda: None
         for _ in range(_ROUNDS):
-            self._synchronize()
+            synchronize()
             began = time.perf_counter()
             run()
-            self._synchronize()
+            synchronize()
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
-
-    def _synchronize(self) -> None:
-        if self._step.gradients.units[0].device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def digest(x: Tensor) -> Tensor:

@@ -157,8 +157,15 @@ class OverlapReport:
         plan = pipeline.plan(1 + max(box.action.micro_batch for box in ranks[0].actions))
         as_run = measured(plan, ranks)
         as_planned = planned(plan, as_run)
-        for line in _lines_about_messages([sent for _, sent in found], *waits_for_messages(ranks)):
-            self._say(line)
+        sizes, (until_sent, under_way) = [sent for _, sent in found], waits_for_messages(ranks)
+        self._say(
+            f"  messages of rank 0's pipeline: {format_bytes(sum(sizes))} in all, by a rank {format_bytes(min(sizes))}"
+            f" to {format_bytes(max(sizes))}"
+        )
+        self._say(
+            f"  its ranks together waited {1e3 * (until_sent + under_way):.1f} ms for messages: {1e3 * until_sent:.1f}"
+            f" ms until they were sent, {1e3 * under_way:.1f} ms while they were under way"
+        )
         self._say(f"pipeline ({pipeline.kind}): {summary(as_planned, as_run)}")
         for line in text_rows(as_planned, as_run):
             self._say(line)
@@ -186,7 +193,13 @@ class OverlapReport:
             self._say(f"overlap: no picture, for {plots.reason}; pip install matplotlib gets it")
             return
         path = self._run_dir / PICTURE_NAME
-        titles = {d: _summary([row for row in rows if row.direction == d]) for d in ("forward", "backward")}
+        titles = {}
+        for direction in ("forward", "backward"):
+            titles[direction] = "no exchanges"
+            if of_direction := [row for row in rows if row.direction == direction]:
+                total = _added(of_direction)
+                hidden = f"{100 * total.hidden:.0f} % hidden"
+                titles[direction] = f"exchanges of all layers {1e3 * total.exchange:.1f} ms, {hidden}"
         try:
             draw_steps(typical, path, titles)
             self._say(f"overlap: time line in {path}")
@@ -212,15 +225,6 @@ def _line_about_context(of_ranks: list[int]) -> str:
         f"  keys, values and their gradients sent over cp: {format_bytes(sum(of_ranks))} in all, by a rank"
         f" {format_bytes(min(of_ranks))} to {format_bytes(max(of_ranks))}"
     )
-
-
-def _lines_about_messages(of_ranks: Sequence[int], until_sent: float, under_way: float) -> list[str]:
-    return [
-        f"  messages of rank 0's pipeline: {format_bytes(sum(of_ranks))} in all, by a rank"
-        f" {format_bytes(min(of_ranks))} to {format_bytes(max(of_ranks))}",
-        f"  its ranks together waited {1e3 * (until_sent + under_way):.1f} ms for messages: {1e3 * until_sent:.1f} ms"
-        f" until they were sent, {1e3 * under_way:.1f} ms while they were under way",
-    ]
 
 
 def comparable(steps: list[StepTimes]) -> list[StepTimes]:
@@ -254,7 +258,16 @@ def time_alone(
 
     def start(what: Collective) -> Handle:
         send, receive = buffers[what.dtype]
-        return _start(what, groups, ep, send[: sum(what.sends)], receive[: sum(what.receives)])
+        send, receive = send[: sum(what.sends)], receive[: sum(what.receives)]
+        group = {"cp": groups.cp, "ep": ep, "sp": groups.sp, "tp": groups.tp}[what.axis]
+        if what.op == "all_to_all":
+            return all_to_all_async(send, what.sends, receive, what.receives, group)
+        if what.op == "all_gather":
+            return all_gather_async(send, group, receive)
+        if what.op == "reduce_scatter":
+            return reduce_scatter_async(send, group, receive)
+        assert what.op == "all_reduce", f"{what.op} cannot be run again"
+        return all_reduce_async(send, group)
 
     turns: list[Collective | None] = [example[kind] for kind in dict.fromkeys(kind_of)]
     turns += [None] * (max(len(set(in_stage)) for in_stage in kinds.values()) - len(turns))
@@ -331,18 +344,6 @@ def _time_once(
     return clock.seconds(begin, end)
 
 
-def _start(what: Collective, groups: ParallelGroups, ep: Group, send: Tensor, receive: Tensor) -> Handle:
-    group = {"cp": groups.cp, "ep": ep, "sp": groups.sp, "tp": groups.tp}[what.axis]
-    if what.op == "all_to_all":
-        return all_to_all_async(send, what.sends, receive, what.receives, group)
-    if what.op == "all_gather":
-        return all_gather_async(send, group, receive)
-    if what.op == "reduce_scatter":
-        return reduce_scatter_async(send, group, receive)
-    assert what.op == "all_reduce", f"{what.op} cannot be run again"
-    return all_reduce_async(send, group)
-
-
 def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:
     """Return one row for each axis, layer and direction."""
     places: dict[tuple[Axis, int | None, Direction], list[int]] = {}
@@ -396,13 +397,6 @@ def _added(rows: Sequence[OverlapEntry]) -> OverlapEntry:
     return rows[0]._replace(number=int(number), exchange=exchange, exposed=exposed, share_of_step=share)
 
 
-def _summary(rows: Sequence[OverlapEntry]) -> str:
-    if not rows:
-        return "no exchanges"
-    total = _added(rows)
-    return f"exchanges of all layers {1e3 * total.exchange:.1f} ms, {100 * total.hidden:.0f} % hidden"
-
-
 def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: float) -> dict[str, Any]:
     """Return a trace in Chrome's format, times in us: computation, waits, and a track for each concurrent exchange."""
     names: dict[int, str] = {0: "compute"}
@@ -453,6 +447,9 @@ WORDS = {
     "to heads": "Ulysses: to heads", "to positions": "Ulysses: back to positions",
     "context parallel": "context-parallel exchange", "tensor parallel": "tensor-parallel collective",
     "pipeline": "message between stages", "experts": "experts", "expert parallel": "expert-parallel exchange",
+}  # fmt: skip
+_KINDS: dict[Axis, str] = {
+    "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline", "sp": "", "tp": "tensor parallel",
 }  # fmt: skip
 _TO_HEADS = ("qkv", "q", "k", "v", "d out")
 _WIDE_ENOUGH = 0.011  # share of the window that a letter needs
@@ -539,7 +536,10 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
     for name, placed in _by_axis(part):
         ticks[y] = f"{name} exchanges"
         for lane, flight in placed:
-            _bar(axes, y + lane, flight.begin, flight.end, part, _kind(flight), flight.name, used)
+            kind = _KINDS[flight.what.axis]
+            if flight.what.axis == "sp":
+                kind = "to heads" if flight.name in _TO_HEADS else "to positions"
+            _bar(axes, y + lane, flight.begin, flight.end, part, kind, flight.name, used)
         y += 1 + max(lane for lane, _ in placed)
     layers = [span.layer for span in part.spans if span.layer is not None]
     for layer in dict.fromkeys(layers):
@@ -559,14 +559,6 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-
-
-def _kind(flight: CollectiveTimes) -> str:
-    if flight.what.axis == "sp":
-        return "to heads" if flight.name in _TO_HEADS else "to positions"
-    return {"cp": "context parallel", "ep": "expert parallel", "pp": "pipeline", "tp": "tensor parallel"}[
-        flight.what.axis
-    ]
 
 
 def _bar(

@@ -218,22 +218,18 @@ def pipeline_svg(planned: Timetable, measured: Timetable, title: str) -> str:
     """Return the picture as an SVG document: the plan, below it the run, on one time axis."""
     # as wide as the names of half of the boxes need, up to some screens; narrower boxes have their number or nothing
     longest = max(planned.seconds, measured.seconds)
-    scale = _pixels_per_second(planned, longest)
+    needs = [
+        (len(name) * _LETTER + 4) / (box.end - box.begin)
+        for row in planned.rows for box, name in zip(row, _names(row), strict=True) if box.end > box.begin
+    ]  # fmt: skip
+    wanted = median(needs) * longest if needs else 0.0
+    scale = min(_WIDEST, max(_NARROWEST, wanted)) / longest if longest else 0.0
     lanes, ranks = longest * scale, len(planned.rows)
     width, top = round(_LEFT + lanes + _RIGHT), 98
     second = top + ranks * _ROW + 48
     height = second + ranks * _ROW + 12
     panels = [*_panel("planned", planned, top, lanes, scale), *_panel("measured", measured, second, lanes, scale)]
     return svg(width, height, title, summary(planned, measured), [*_key(planned), *panels], style=_STYLE, sized=True)
-
-
-def _pixels_per_second(planned: Timetable, longest: float) -> float:
-    needs = [
-        (len(name) * _LETTER + 4) / (box.end - box.begin)
-        for row in planned.rows for box, name in zip(row, _names(row), strict=True) if box.end > box.begin
-    ]  # fmt: skip
-    wanted = median(needs) * longest if needs else 0.0
-    return min(_WIDEST, max(_NARROWEST, wanted)) / longest if longest else 0.0
 
 
 def _key(planned: Timetable) -> list[str]:
@@ -265,19 +261,14 @@ def _panel(name: str, table: Timetable, top: int, lanes: float, scale: float) ->
         parts.append(f'<text class="text" x="16" y="{y + 16}">rank {rank}</text>')
         parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{lanes:.1f}" height="{_LANE}"/>')
         for box, label in zip(row, _names(row), strict=True):
-            parts.append(_draw(box, label, y, scale))
+            x, width = _LEFT + box.begin * scale, (box.end - box.begin) * scale
+            about = f"{box.action}: {1e3 * box.begin:.2f} to {1e3 * box.end:.2f} ms"
+            fits = next((text for text in (label, label[1:]) if width >= len(text) * _LETTER + 2), "")
+            inside = f'<text class="in" x="{x + width / 2:.1f}" y="{y + 16}">{fits}</text>' if fits else ""
+            shown = max(0.4, width - 0.6)  # a line of the lane stays between neighbours
+            rect = f'<rect class="{label[0]}" x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{_LANE}"/>'
+            parts.append(f"<g><title>{about}</title>{rect}{inside}</g>")
     return [*parts, "</g>"]
-
-
-def _draw(box: Box, name: str, y: int, scale: float) -> str:
-    x, width = _LEFT + box.begin * scale, (box.end - box.begin) * scale
-    about = f"{box.action}: {1e3 * box.begin:.2f} to {1e3 * box.end:.2f} ms"
-    fits = next((text for text in (name, name[1:]) if width >= len(text) * _LETTER + 2), "")
-    inside = f'<text class="in" x="{x + width / 2:.1f}" y="{y + 16}">{fits}</text>' if fits else ""
-    # a line of the lane stays between neighbours
-    shown = max(0.4, width - 0.6)
-    rect = f'<rect class="{name[0]}" x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{_LANE}"/>'
-    return f"<g><title>{about}</title>{rect}{inside}</g>"
 
 
 def _round_step(least: float) -> float:

@@ -117,7 +117,10 @@ class PipelinedPasses:
     ) -> None:  # fmt: skip
         self.pipeline, self.model, self.micro_batches, self.gradients = pipeline, model, micro_batches, gradients
         self._context_of, self._hidden, self._loss, self._events = context_of, hidden, loss, events
-        self._faults, self._recorder = faults, recorder
+        self._fault: Callable[[str], None] = (lambda _: None) if faults is None else faults
+        self._has_faults = faults is not None
+        self._enter: Callable[[Direction], None] = (lambda _: None) if recorder is None else recorder.enter
+        self._model: Any = model
         count = len(micro_batches)
         self.plan = pipeline.forward_plan(count) if gradients is None else pipeline.plan(count)
         self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -138,25 +141,13 @@ class PipelinedPasses:
                 )
         weights.start_step(1, order)
 
-    def _fault(self, place: str) -> None:
-        if self._faults is not None:
-            self._faults(place)
-
-    def _enter(self, direction: Direction) -> None:
-        if self._recorder is not None:
-            self._recorder.enter(direction)
-
-    @property
-    def _model(self) -> Any:
-        return cast("Any", self.model)
-
     def run(self, timeline: Timeline | None = None) -> None:
         """Run all passes of the step. Collective over the pipeline.
 
         Args:
             timeline: records when each action was computed.
         """
-        before = None if self._faults is None else lambda action: self._fault(fault_point(action))
+        before = None if not self._has_faults else lambda action: self._fault(fault_point(action))
         run_pipeline(self.plan, self.pipeline.channels, self, timeline, before)
 
     def shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
@@ -256,10 +247,7 @@ def count_pipelined(
 ) -> None:  # fmt: skip
     """Run the forward passes in which routers count tokens for those to come, without gradients. Collective."""
     events = UnitWork(weights, None)
-
-    def head(index: int, context: ForwardContext) -> Tensor:
-        return hidden(model, micro_batches[index], context, events)
-
+    head = lambda index, context: hidden(model, micro_batches[index], context, events)
     with routers.counting(), torch.no_grad():
         PipelinedPasses(
             pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=head, events=events,
@@ -280,16 +268,12 @@ def run_pipelined_step(
     hidden, model, weights = step.loss.hidden, step.model, step.weights
     assert hidden is not None, "a task without stages, which the flags refuse"
 
-    def context_of(index: int) -> ForwardContext:
-        return step.context_of(micro_batches[index], key)
-
+    context_of = lambda index: step.context_of(micro_batches[index], key)
     if step.routers is not None and step.routers.counts_first:
         count_pipelined(step.routers, pipeline, model, micro_batches, context_of, hidden, weights)
         step.seed(number)  # the passes that follow drop the same
 
-    def loss_of(index: int, context: ForwardContext) -> Tensor:
-        return step.loss_of(micro_batches[index], context, losses, number)
-
+    loss_of = lambda index, context: step.loss_of(micro_batches[index], context, losses, number)
     PipelinedPasses(
         pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss_of, events=step.events,
         weights=weights, gradients=step.gradients,
