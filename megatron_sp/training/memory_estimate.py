@@ -66,12 +66,8 @@ class MemoryEstimate:
         if not self.is_own or self._child is not None:
             return
         asked = json.dumps({"config": self._config.to_dict(), "world_size": self._world_size, "kind": self._kind})
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
+        path = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
         with contextlib.suppress(OSError):
             self._child = subprocess.Popen(
                 [sys.executable, *_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -104,33 +100,26 @@ class MemoryEstimate:
             return []
         available, whose = self._available()
         lines = [] if available is None else shortage(self._config, self._world_size, self._kind, available, whose)
-        if lines and self._exceeds(available or 0):
+        if self._kind == "cpu":
+            swap = swap_bytes() // self._local_world_size
+            if lines and host_need(self._config, self._world_size) > (available or 0) + swap:
+                self._refuse(lines)
+            return lines
+        if lines and CERTAIN * self.memory.peak > (available or 0):
             self._refuse(lines)
-        if self._kind == "cuda":
-            lines += self._shortage_of_host()
-        return lines
-
-    def _exceeds(self, available: int) -> bool:
-        if self._kind == "cuda":
-            return CERTAIN * self.memory.peak > available
-        need = host_need(self._config, self._world_size)
-        return need > available + swap_bytes() // self._local_world_size
-
-    def _shortage_of_host(self) -> list[str]:
-        # lines if the host has too little memory for what its GPUs put there; raises like ``warning``
+        # what GPUs put into the memory of their host; a save goes without its copy
         host, ranks = host_memory_bytes(), self._local_world_size
-        # a save goes without its copy
         need = self.memory.host + self.memory.optimizer_host - copy_bytes(self._config, self._world_size)
         if host is None or need * ranks <= host:
-            return []
-        lines = [
+            return lines
+        of_host = (
             f"warning: a rank is predicted to need {format_bytes(need)} of host memory for what it offloads, and"
             f" {format_bytes(host)} are available to {ranks} {'process' if ranks == 1 else 'processes'}: offload less,"
             " or start fewer processes on a host"
-        ]
+        )
         if CERTAIN * need * ranks > host:  # pinned memory cannot be swapped
-            self._refuse(lines)
-        return lines
+            self._refuse([of_host])
+        return [*lines, of_host]
 
     def _refuse(self, lines: list[str]) -> None:
         if not self._config.kernels.allow_oom:
@@ -140,20 +129,14 @@ class MemoryEstimate:
         """Return lines with a breakdown of a rank's memory and suggestions."""
         if not self.is_own:
             return []
-        available = self._available()[0] or 0
-        peak = self.memory.peak
-        first = f"a rank was predicted to need {format_bytes(peak)}: {breakdown(self.memory)}"
+        available, peak = self._available()[0] or 0, self.memory.peak
+        lines = [f"a rank was predicted to need {format_bytes(peak)}: {breakdown(self.memory)}"]
+        limit = min(available, int(0.8 * peak))
         if peak < 0.8 * available:
             beside = "beside the program itself, so something else limits it: ulimit -v, a container, other processes"
-            return [
-                first,
-                f"  that is less than the {format_bytes(available)} that are there, {beside}",
-                *self._advice(peak),
-            ]
-        return [first, *self._advice(min(available, int(0.8 * peak)))]
-
-    def _advice(self, available: int) -> list[str]:
-        return advice(self._config, self._world_size, self._kind, available)
+            lines.append(f"  that is less than the {format_bytes(available)} that are there, {beside}")
+            limit = peak
+        return lines + advice(self._config, self._world_size, self._kind, limit)
 
     def _available(self) -> tuple[int | None, str]:
         if self._kind == "cuda":

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_sp.config.schema import LoggingConfig
@@ -115,7 +114,10 @@ class MetricsLog:
         before = threading.excepthook
 
         def hook(ended: threading.ExceptHookArgs) -> None:
-            if ended.exc_value is not None and _goes_through(ended.exc_traceback, package):
+            trace = ended.exc_traceback
+            while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] != package:
+                trace = trace.tb_next
+            if ended.exc_value is not None and trace is not None:  # a frame of it is in code of the package
                 self._lose(what, ended.exc_value)
             else:
                 before(ended)
@@ -141,15 +143,6 @@ class MetricsLog:
             print(
                 f"warning: {what} cannot be written ({error}); training goes on without it", file=sys.stderr, flush=True
             )
-
-
-def _goes_through(trace: TracebackType | None, package: str) -> bool:
-    # whether a frame of the traceback is in code of ``package``
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _plain(value: Any) -> Any:

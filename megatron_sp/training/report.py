@@ -290,16 +290,14 @@ class StepReporter:
             extra += f" | load {r['expert_load_max']:.2f} of the mean, {r['experts_idle']} idle"
             extra += f", entropy {r['expert_entropy']:.3f}"
         loss = f"loss: {NO_LOSS_TOKENS}" if r["loss"] is None else f"loss {r['loss']:.4f}"
+        of_both = (r["tflops_causal"], r["tflops_full"])
+        causal, full = (f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in of_both)
         return (
             f"step {r['step']}/{self._train_iters} | {loss} | lr {r['lr']:.3e} | grad norm {r['grad_norm']:.3f} |"
-            f" {r['tokens_per_s']:,.0f} tokens/s | {_tflops(r['tflops_causal'])} TFLOP/s causal,"
-            f" {_tflops(r['tflops_full'])} full{mfu} | {format_bytes(r['memory_bytes'])}{extra} |"
+            f" {r['tokens_per_s']:,.0f} tokens/s | {causal} TFLOP/s causal,"
+            f" {full} full{mfu} | {format_bytes(r['memory_bytes'])}{extra} |"
             f" {format_duration(seconds_left)} left"
         )
-
-
-def _tflops(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def memory_bytes(device: torch.device) -> int:

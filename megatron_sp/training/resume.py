@@ -118,12 +118,9 @@ def find_tokenizer(
         return
     folder = None if record is None else kept.find(record, source)
     gone = [path for path in kept.own_files(data).values() if not path.exists()]
-    if (
-        record is not None
-        and folder is not None
-        and gone
-        and (data.tokenizer_type or default_type(data, None)) == record.type
-    ):
+    if record is None or folder is None or not gone:
+        return
+    if (data.tokenizer_type or default_type(data, None)) == record.type:
         kept.name_kept(data, record, folder)
         tell(f"{gone[0]} no longer exists: the run's own copy of its tokenizer is used, {folder}")
 
@@ -146,12 +143,8 @@ def require_same_tokenizer(
     if folder is not None:
         data = DataConfig()
         kept.name_kept(data, record, folder)
-        named = {
-            "--tokenizer-model": data.tokenizer_model,
-            "--vocab-file": data.vocab_file,
-            "--merge-file": data.merge_file,
-        }
-        flags = " ".join(f"{flag} {path}" for flag, path in named.items() if path)
+        named = [(f"--{name.replace('_', '-')}", getattr(data, name)) for name in _TOKENIZER[1:]]
+        flags = " ".join(f"{flag} {path}" for flag, path in named if path)
         way = f"take the run's own copy (--tokenizer-type {record.type} {flags}), "
     raise DataError(
         f"{what}, so the same ids mean other text: {way}restore it, or add --accept-data-change to go on with this one"
@@ -213,14 +206,14 @@ def take_model(stored: dict[str, Any] | None, config: Config, world_size: int) -
 
     Raises ConfigError for a flag that says something else, or a rule violated; CheckpointError.
     """
-    takes_tokenizer = False if stored is None else adopt_checkpoint_args(stored, config)
+    takes_tokenizer = stored is not None and _adopt(stored, config)
     config.model_is_settled = True
     validate(normalize(config), world_size)
     return takes_tokenizer
 
 
-def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
-    """Take from the checkpoint what no flag says of model and tokenizer."""
+def _adopt(stored: dict[str, Any], config: Config) -> bool:
+    # take from the checkpoint what no flag says of model and tokenizer
     old = stored_configuration(stored)[0].model
     said = {name: getattr(config.model, name) for name in vars(old) if config.says("model", name)}
     old.vocab_size = old.vocab_size or said.get("vocab_size")

@@ -76,9 +76,12 @@ def warning_about_documents(config: Config, dataset: Dataset | None) -> str | No
     if not config.parallel.balance_rows or not isinstance(dataset, RowDataset):
         return None
     count = min(_ROWS_LOOKED_AT, len(dataset))
-    wrong = sum(
-        not np.array_equal(_lengths_of(dataset[i]["documents"]), dataset.document_lengths(i)) for i in range(count)
-    )
+    wrong = 0
+    for i in range(count):
+        documents = dataset[i]["documents"]  # the number of each token's, int64 [s]
+        starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
+        lengths = np.diff(starts, append=documents.size)
+        wrong += not np.array_equal(lengths, dataset.document_lengths(i))
     if not wrong:
         return None
     return (
@@ -86,9 +89,3 @@ def warning_about_documents(config: Config, dataset: Dataset | None) -> str | No
         " at the tokens that end documents are elsewhere: the ranks' work may stay uneven. megatron-sp preprocess"
         " --append-eod puts one at each end"
     )
-
-
-def _lengths_of(documents: np.ndarray) -> np.ndarray:
-    # the tokens of each document, given the number of each token's, int64 [s]
-    starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
-    return np.diff(starts, append=documents.size)

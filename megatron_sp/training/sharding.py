@@ -165,10 +165,13 @@ class Fingerprint:
 
     def add(self, named: Iterable[tuple[str, Tensor]], *, of_experts: bool = False) -> None:
         """Add parameters to the fingerprint; those of experts are the same on ranks with the same ep rank only."""
+        widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         for name, param in named:
             if of_experts:
                 self._experts.add(name)
-            self.of[name] = f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} {_sum_of_bits(param)}"
+            bits = param.detach().contiguous().view(widths[param.element_size()])
+            total = int(bits.sum(dtype=torch.int64))  # does not depend on the device
+            self.of[name] = f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} {total}"
 
     def digest(self, *, of_experts: bool = False) -> str:
         """Return a short hash of all parameters added so far, of experts or of all others."""
@@ -199,9 +202,3 @@ class Fingerprint:
             f" {ours.get(name, 'absent')} here (type, shape, sum of the bits); start all ranks with the same flags,"
             " seed and versions"
         )
-
-
-def _sum_of_bits(x: Tensor) -> int:
-    # the sum of the elements' bit patterns as integers; does not depend on the device
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return int(x.detach().contiguous().view(width).sum(dtype=torch.int64))
