@@ -225,304 +225,201 @@ _CURRICULUM = {"curriculum_learning": _TEMPLATE["curriculum_learning"] | _ON}
 _ADAMW = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 LAUNCHES = (
     # Megatron-LM, GPT and BERT
-    Launch("lm: gpt, one GPU", _OLD.replace("--fp16", "--global-batch-size 8 --fp16 --data-impl mmap --distributed-backend nccl"), 1),
+    Launch("lm: gpt, one GPU",
+        _OLD.replace("--fp16", "--global-batch-size 8 --fp16 --data-impl mmap --distributed-backend nccl"), 1),
     Launch("lm: gpt, data parallel", _OLD + "--global-batch-size 64 --tensor-model-parallel-size 1"),
-    Launch("lm: gpt, tp and pp", _OLD + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
-    Launch("lm: gpt, checkpointed", _OLD + "--checkpoint-activations --distribute-checkpointed-activations --DDP-impl torch"),
-    Launch("lm: gpt, attention in fp32", _OLD + "--attention-softmax-in-fp32 --apply-query-key-layer-scaling --use-cpu-initialization"),
-    Launch("lm: gpt 857M", _shape(24, 1024, 16, 2048) + _NEW_GPT3 + "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 1"),
-    Launch(
-        "lm: gpt 175B",
-        _shape(96, 12288, 96, 2048) + _NEW_GPT3 + "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16"
-        " --rampup-batch-size 16 16 5859375 --global-batch-size 1536 --micro-batch-size 1",
-        1024,
-    ),
+    Launch("lm: gpt, tp and pp", _OLD
+        + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+    Launch("lm: gpt, checkpointed", _OLD
+        + "--checkpoint-activations --distribute-checkpointed-activations --DDP-impl torch"),
+    Launch("lm: gpt, attention in fp32", _OLD
+        + "--attention-softmax-in-fp32 --apply-query-key-layer-scaling --use-cpu-initialization"),
+    Launch("lm: gpt 857M", _shape(24, 1024, 16, 2048) + _NEW_GPT3
+        + "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 1"),
+    Launch("lm: gpt 175B", _shape(96, 12288, 96, 2048) + _NEW_GPT3
+        + "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16"
+        " --rampup-batch-size 16 16 5859375 --global-batch-size 1536 --micro-batch-size 1", 1024),
     Launch("lm: gpt, weighted blend", _OLD.replace("--data-path DATA", "--data-path 0.3 DATA 0.7 DATA2") + "--seed 1"),
-    Launch(
-        "lm: gpt, mcore flags",
-        _OLD + "--use-mcore-models --ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-strictness log_all --no-mmap-bin-files"
+    Launch("lm: gpt, mcore flags", _OLD
+        + "--use-mcore-models --ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-strictness log_all --no-mmap-bin-files"
         " --manual-gc --manual-gc-interval 100 --log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --deterministic-mode"
         " --ckpt-fully-parallel-load --async-save --use-persistent-ckpt-worker --log-memory-to-tensorboard --no-rope-fusion"
-        " --exit-interval 50 --tensorboard-queue-size 5 --use-checkpoint-opt_param-scheduler --ckpt-assume-constant-structure",
-    ),
-    Launch("lm: gpt, interleaved", _OLD + "--num-layers-per-virtual-pipeline-stage 2", 8, "pipeline_model_parallel_size 1"),
-    Launch(
-        "lm: gpt, virtual stages named",
-        _OLD + "--pipeline-model-parallel-layout Et*3|(tt|)*4L",
-        8,
-        "with pipeline_model_parallel_size 1 there is none",
-    ),
+        " --exit-interval 50 --tensorboard-queue-size 5 --use-checkpoint-opt_param-scheduler --ckpt-assume-constant-structure"),
+    Launch("lm: gpt, interleaved", _OLD + "--num-layers-per-virtual-pipeline-stage 2", 8,
+        "pipeline_model_parallel_size 1"),
+    Launch("lm: gpt, virtual stages named", _OLD + "--pipeline-model-parallel-layout Et*3|(tt|)*4L", 8,
+        "with pipeline_model_parallel_size 1 there is none"),
     Launch("lm: gpt, expert flags alone", _OLD + "--moe-aux-loss-coeff 0.01 --moe-router-topk 2 --moe-grouped-gemm"),
     Launch("lm: gpt, eval without training data", _OLD + "--eval-iters -1 --no-save-optim"),
     Launch("lm: bert, one GPU", _BERT + "--micro-batch-size 4 --global-batch-size 8", 1, family="bert"),
-    Launch(
-        "lm: bert, data parallel", _BERT + "--micro-batch-size 4 --global-batch-size 32 --DDP-impl torch --data-impl mmap", family="bert"
-    ),
-    Launch(
-        "lm: bert 340M",
-        _BERT + "--attention-backend auto --micro-batch-size 4 --global-batch-size 32 --tensor-model-parallel-size 8"
-        " --pipeline-model-parallel-size 16",
-        128,
-        family="bert",
-    ),
-    Launch("lm: bert, tp", _BERT + "--micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2", family="bert"),
-    Launch("lm: bert, no order", _BERT + "--micro-batch-size 4 --bert-no-binary-head --mask-prob 0.15 --short-seq-prob 0.1", family="bert"),
-    Launch(
-        "lm: bert, old names",
-        _BERT.replace("--max-position-embeddings", "--max-absolute-position-embeddings") + "--position-embedding-type absolute"
-        " --micro-batch-size 2 --global-batch-size 16 --distributed-backend nccl",
-        family="bert",
-    ),
+    Launch("lm: bert, data parallel", _BERT
+        + "--micro-batch-size 4 --global-batch-size 32 --DDP-impl torch --data-impl mmap", family="bert"),
+    Launch("lm: bert 340M", _BERT
+        + "--attention-backend auto --micro-batch-size 4 --global-batch-size 32 --tensor-model-parallel-size 8"
+        " --pipeline-model-parallel-size 16", 128, family="bert"),
+    Launch("lm: bert, tp", _BERT + "--micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2",
+        family="bert"),
+    Launch("lm: bert, no order", _BERT
+        + "--micro-batch-size 4 --bert-no-binary-head --mask-prob 0.15 --short-seq-prob 0.1", family="bert"),
+    Launch("lm: bert, old names", _BERT.replace("--max-position-embeddings", "--max-absolute-position-embeddings")
+        + "--position-embedding-type absolute"
+        " --micro-batch-size 2 --global-batch-size 16 --distributed-backend nccl", family="bert"),
     # Megatron-LM, Llama and its kind
     Launch("lm: llama 3 8B, FP8, mock", _LLAMA3_8B + _FP8 + _MOCK, 8, "the formats today are"),
     Launch("lm: llama 3 8B, FP8", _LLAMA3_8B + _FP8 + _REAL, 8, "the formats today are"),
     Launch("lm: llama 3 8B, bf16, mock", _LLAMA3_8B + _MOCK),
-    Launch("lm: llama 3 8B, bf16", _LLAMA3_8B + _REAL + "--wandb-project p --wandb-exp-name e --wandb-save-dir OUT --log-params-norm"),
-    Launch("lm: llama 3 8B, one layer", _LLAMA3_8B + _MOCK + "--num-layers 1 --cuda-graph-impl local --cuda-graph-scope full_iteration", 1),
-    Launch(
-        "amd: llama 2 70B, mock", _AMD_LLAMA2 + "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOK --use-flash-attn"
-    ),
-    Launch(
-        "amd: llama 2 70B, from a checkpoint",
-        _AMD_LLAMA2 + "--data-path DATA --tokenizer-type Llama2Tokenizer --tokenizer-model TOK/tokenizer.model --exit-on-missing-checkpoint"
-        " --no-load-optim --no-load-rng --use-checkpoint-args --load OUT --use-contiguous-parameters-in-local-ddp",
-    ),
-    Launch(
-        "amd: llama 2, FP8",
-        _AMD_LLAMA2 + "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOK"
+    Launch("lm: llama 3 8B, bf16", _LLAMA3_8B + _REAL
+        + "--wandb-project p --wandb-exp-name e --wandb-save-dir OUT --log-params-norm"),
+    Launch("lm: llama 3 8B, one layer", _LLAMA3_8B + _MOCK
+        + "--num-layers 1 --cuda-graph-impl local --cuda-graph-scope full_iteration", 1),
+    Launch("amd: llama 2 70B, mock", _AMD_LLAMA2
+        + "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOK --use-flash-attn"),
+    Launch("amd: llama 2 70B, from a checkpoint", _AMD_LLAMA2
+        + "--data-path DATA --tokenizer-type Llama2Tokenizer --tokenizer-model TOK/tokenizer.model --exit-on-missing-checkpoint"
+        " --no-load-optim --no-load-rng --use-checkpoint-args --load OUT --use-contiguous-parameters-in-local-ddp"),
+    Launch("amd: llama 2, FP8", _AMD_LLAMA2 + "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOK"
         " --transformer-impl=transformer_engine --fp8-margin=0 --fp8-format=hybrid --fp8-interval=1 --fp8-amax-history-len=1024"
-        " --fp8-amax-compute-algo=max --attention-softmax-in-fp32",
-        8,
-        "the formats today are",
-    ),
+        " --fp8-amax-compute-algo=max --attention-softmax-in-fp32", 8, "the formats today are"),
     Launch("amd: llama 2, FSDP", _AMD_LLAMA2 + "--mock-data --vocab-size 32000 --use-torch-fsdp2"),
-    Launch(
-        "amd: llama 2, recompute",
-        _AMD_LLAMA2 + "--mock-data --vocab-size 32000 --recompute-num-layers 80 --recompute-granularity full --recompute-method block",
-    ),
-    Launch("amd: qwen 2", _AMD_QWEN2 + "--exit-on-missing-checkpoint --no-load-optim --use-checkpoint-args --no-load-rng"),
+    Launch("amd: llama 2, recompute", _AMD_LLAMA2
+        + "--mock-data --vocab-size 32000 --recompute-num-layers 80 --recompute-granularity full --recompute-method block"),
+    Launch("amd: qwen 2", _AMD_QWEN2
+        + "--exit-on-missing-checkpoint --no-load-optim --use-checkpoint-args --no-load-rng"),
     Launch("amd: qwen 2, fp8 left off", _AMD_QWEN2 + "--fp8-margin=0 --fp8-interval=1 --fp8-amax-history-len=1024"),
     Launch("swiss: llama 3 8B", _SWISS_8B),
     Launch("das: llama 2 7B", _LLAMA2_HF),
     Launch("das: llama 2 7B, pipeline", _LLAMA2_HF + "--pipeline-model-parallel-size 2"),
-    Launch(
-        "das: llama 2 7B, profiled",
-        _LLAMA2_HF + "--profile --profile-step-start 4 --profile-step-end 5 --use-pytorch-profiler"
-        " --profile-ranks 0 1 2 3 4 5 6 7 --profile-dir prof_data",
-    ),
-    Launch(
-        "das: llama 2 7B, fp16",
-        _LLAMA2_HF.replace("--bf16", "--fp16") + "--loss-scale 1024 --recompute-granularity full"
-        " --recompute-num-layers 5 --recompute-method block",
-    ),
+    Launch("das: llama 2 7B, profiled", _LLAMA2_HF
+        + "--profile --profile-step-start 4 --profile-step-end 5 --use-pytorch-profiler"
+        " --profile-ranks 0 1 2 3 4 5 6 7 --profile-dir prof_data"),
+    Launch("das: llama 2 7B, fp16", _LLAMA2_HF.replace("--bf16", "--fp16")
+        + "--loss-scale 1024 --recompute-granularity full" " --recompute-num-layers 5 --recompute-method block"),
     Launch("lm: mixtral", _MIXTRAL + _EXPERTS, 2),
-    Launch("lm: mixtral without experts", _MIXTRAL + "--num-experts 1 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2", 2),
-    Launch("lm: mistral 7B", _MIXTRAL + "--window-size 4095,0 --exit-on-missing-checkpoint --use-checkpoint-args --ckpt-format torch", 2),
+    Launch("lm: mixtral without experts", _MIXTRAL + "--num-experts 1 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2",
+        2),
+    Launch("lm: mistral 7B", _MIXTRAL
+        + "--window-size 4095,0 --exit-on-missing-checkpoint --use-checkpoint-args --ckpt-format torch", 2),
     Launch("lm: ring attention", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type p2p", 2),
     Launch("lm: Ulysses", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type a2a", 2),
-    Launch(
-        "lm: two types of exchange", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type p2p a2a p2p a2a", 2, "all layers exchange alike"
-    ),
+    Launch("lm: two types of exchange", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type p2p a2a p2p a2a", 2,
+        "all layers exchange alike"),
     Launch("lm: one rank of context", _MIXTRAL + "--context-parallel-size 1 --cp-comm-type p2p", 2),
-    Launch(
-        "lm: latent attention",
-        _MIXTRAL + "--multi-latent-attention --kv-lora-rank 512 --v-head-dim 128",
-        2,
-        "latent attention is not there",
-    ),
+    Launch("lm: latent attention", _MIXTRAL + "--multi-latent-attention --kv-lora-rank 512 --v-head-dim 128", 2,
+        "latent attention is not there"),
     Launch("lm: latent attention's sizes alone", _MIXTRAL + "--kv-lora-rank 512 --v-head-dim 128 --qk-head-dim 128", 2),
-    Launch("lm: several tokens ahead", _MIXTRAL + "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1", 2, "predicts the next token alone"),
-    Launch("lm: muon", _MIXTRAL + "--optimizer muon --muon-momentum 0.95", 2, "the optimizers are adam (AdamW) and sgd"),
-    Launch(
-        "lm: own end of document",
-        _OLD.replace(_BPE, "--data-path DATA --split 1 ") + "--tokenizer-type NullTokenizer --vocab-size 50303 --eod-id 0",
-    ),
-    Launch(
-        "lm: tiktoken",
-        _OLD.replace(_BPE, "--data-path DATA --split 1 ") + "--tokenizer-type TikTokenizer --tokenizer-model TOK/v.json",
-        8,
-        "as a tokenizer.json",
-    ),
+    Launch("lm: several tokens ahead", _MIXTRAL + "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1", 2,
+        "predicts the next token alone"),
+    Launch("lm: muon", _MIXTRAL + "--optimizer muon --muon-momentum 0.95", 2,
+        "the optimizers are adam (AdamW) and sgd"),
+    Launch("lm: own end of document", _OLD.replace(_BPE, "--data-path DATA --split 1 ")
+        + "--tokenizer-type NullTokenizer --vocab-size 50303 --eod-id 0"),
+    Launch("lm: tiktoken", _OLD.replace(_BPE, "--data-path DATA --split 1 ")
+        + "--tokenizer-type TikTokenizer --tokenizer-model TOK/v.json", 8, "as a tokenizer.json"),
     Launch("lm: knowledge distillation", _OLD + "--export-kd-teacher-load OUT2", 8, "distillation"),
     Launch("lm: own configuration file", _OLD + "--yaml-cfg TOK/gpt.yaml", 8, "for --config FILE"),
     Launch("intel: llama 3.1 8B", _INTEL_LLAMA),
-    Launch(
-        "intel: llama 3.1 8B, recompute", _INTEL_LLAMA + "--recompute-granularity=full --recompute-method uniform --recompute-num-layers 1"
-    ),
+    Launch("intel: llama 3.1 8B, recompute", _INTEL_LLAMA
+        + "--recompute-granularity=full --recompute-method uniform --recompute-num-layers 1"),
     # Megatron-DeepSpeed
-    Launch(
-        "ds: gpt 1.3B",
-        _TOKENS_1B + _ENGINE + "--tensor-model-parallel-size 2 --zero-stage 1 --pipeline-model-parallel-size 1 --no-pipeline-parallel",
-        json=_json(512, 2, 1, **_TEMPLATE),
-    ),
-    Launch(
-        "ds: gpt 1.3B, pipeline",
-        _TOKENS_1B + _ENGINE + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
-        json=_json(512, 2, 1, **_TEMPLATE),
-    ),
-    Launch(
-        "ds: gpt 1.3B, flash",
-        _TOKENS_1B + _ENGINE + "--use-flash-attn --zero-stage 0 --no-pipeline-parallel --use-flash-attn-v2",
-        json=_json(512, 2, **_TEMPLATE),
-    ),
-    Launch(
-        "ds: gpt 1.3B, dense of the experts' scripts",
-        _TOKENS_1B + _DENSE_MOE + _ENGINE + "--zero-stage 0 --no-pipeline-parallel",
-        json=_json(512, 2, **_TEMPLATE),
-    ),
-    Launch(
-        "ds: gpt 350M, 128 experts",
-        _TOKENS_1B + _DENSE_MOE + "--num-experts 128 --moe-expert-parallel-size 8 --zero-stage 0 " + _ENGINE,
-        8,
-        json=_json(512, 2, **_TEMPLATE),
-    ),
-    Launch(
-        "ds: residual experts",
-        _TOKENS_1B + "--num-experts 32 32 64 64 --mlp-type residual " + _ENGINE,
-        8,
-        "weighed against them by a router of its own",
-        _json(512, 2, **_TEMPLATE),
-    ),
-    Launch("ds: curriculum", _TOKENS_1B + "--curriculum-learning-legacy " + _ENGINE, json=_json(512, 2, **{**_TEMPLATE, **_CURRICULUM})),
-    Launch(
-        "ds: curriculum in the file",
-        _TOKENS_1B + _ENGINE,
-        8,
-        "curriculum_learning",
-        _json(512, 2, **{**_TEMPLATE, "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}),
-    ),
-    Launch("ds: random layer dropping", _TOKENS_1B + "--random-ltd " + _ENGINE, 8, "every layer computes all", _json(512, 2, **_TEMPLATE)),
-    Launch(
-        "ds: distillation",
-        _TOKENS_1B + "--mos --kd --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1.0 --load-teacher OUT2 " + _ENGINE,
-        8,
-        "distillation",
-        _json(512, 2, **_TEMPLATE),
-    ),
-    Launch("ds: compression", _TOKENS_1B + "--compression-training " + _ENGINE, 8, "compression", _json(512, 2, **_TEMPLATE)),
-    Launch(
-        "ds: zero bubble", _TOKENS_1B + "--enable-zbh1-pipeline " + _ENGINE, 8, "pipeline_model_parallel_size 1", _json(512, 2, **_TEMPLATE)
-    ),
-    Launch(
-        "ds: gpt 30B, ulysses",
-        _TOKENS + _shape(64, 6144, 64, 32768) + "--ds-sequence-parallel-size 4 --init-method-std 0.008 --micro-batch-size 1"
+    Launch("ds: gpt 1.3B", _TOKENS_1B + _ENGINE
+        + "--tensor-model-parallel-size 2 --zero-stage 1 --pipeline-model-parallel-size 1 --no-pipeline-parallel",
+        json=_json(512, 2, 1, **_TEMPLATE)),
+    Launch("ds: gpt 1.3B, pipeline", _TOKENS_1B + _ENGINE
+        + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
+        json=_json(512, 2, 1, **_TEMPLATE)),
+    Launch("ds: gpt 1.3B, flash", _TOKENS_1B + _ENGINE
+        + "--use-flash-attn --zero-stage 0 --no-pipeline-parallel --use-flash-attn-v2",
+        json=_json(512, 2, **_TEMPLATE)),
+    Launch("ds: gpt 1.3B, dense of the experts' scripts", _TOKENS_1B + _DENSE_MOE + _ENGINE
+        + "--zero-stage 0 --no-pipeline-parallel", json=_json(512, 2, **_TEMPLATE)),
+    Launch("ds: gpt 350M, 128 experts", _TOKENS_1B + _DENSE_MOE
+        + "--num-experts 128 --moe-expert-parallel-size 8 --zero-stage 0 " + _ENGINE, 8,
+        json=_json(512, 2, **_TEMPLATE)),
+    Launch("ds: residual experts", _TOKENS_1B + "--num-experts 32 32 64 64 --mlp-type residual " + _ENGINE, 8,
+        "weighed against them by a router of its own", _json(512, 2, **_TEMPLATE)),
+    Launch("ds: curriculum", _TOKENS_1B + "--curriculum-learning-legacy " + _ENGINE,
+        json=_json(512, 2, **{**_TEMPLATE, **_CURRICULUM})),
+    Launch("ds: curriculum in the file", _TOKENS_1B + _ENGINE, 8, "curriculum_learning",
+        _json(512, 2, **{**_TEMPLATE, "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}})),
+    Launch("ds: random layer dropping", _TOKENS_1B + "--random-ltd " + _ENGINE, 8, "every layer computes all",
+        _json(512, 2, **_TEMPLATE)),
+    Launch("ds: distillation", _TOKENS_1B
+        + "--mos --kd --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1.0 --load-teacher OUT2 " + _ENGINE, 8, "distillation",
+        _json(512, 2, **_TEMPLATE)),
+    Launch("ds: compression", _TOKENS_1B + "--compression-training " + _ENGINE, 8, "compression",
+        _json(512, 2, **_TEMPLATE)),
+    Launch("ds: zero bubble", _TOKENS_1B + "--enable-zbh1-pipeline " + _ENGINE, 8, "pipeline_model_parallel_size 1",
+        _json(512, 2, **_TEMPLATE)),
+    Launch("ds: gpt 30B, ulysses", _TOKENS + _shape(64, 6144, 64, 32768)
+        + "--ds-sequence-parallel-size 4 --init-method-std 0.008 --micro-batch-size 1"
         " --global-batch-size 2 --zero-stage 3 --pipeline-model-parallel-size 1 --no-pipeline-parallel --checkpoint-activations"
-        " --deepspeed-activation-checkpointing --use-flash-attn-v2 " + _ENGINE,
-        json=_json(2, 1, 3, **_TEMPLATE),
-    ),
-    Launch(
-        "ds: gpt 6.7B, ulysses in chunks of the host",
-        _TOKENS + _shape(32, 4096, 32, 262144) + "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size 65536"
+        " --deepspeed-activation-checkpointing --use-flash-attn-v2 " + _ENGINE, json=_json(2, 1, 3, **_TEMPLATE)),
+    Launch("ds: gpt 6.7B, ulysses in chunks of the host", _TOKENS + _shape(32, 4096, 32, 262144)
+        + "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size 65536"
         " --ds-sequence-parallel-fpdt-offloading --ds-sequence-parallel-size 4 --micro-batch-size 1 --global-batch-size 2 --zero-stage 3"
         " --use-rotary-position-embeddings --rotary-percent 0.25 --rotary-position-embeddings-theta 100000000 --checkpoint-in-cpu "
-        + _ENGINE,
-        8,
-        "attention itself is not cut into chunks",
-        _json(2, 1, 3, **_TEMPLATE),
-    ),
-    Launch("ds: llama", _MDS_LLAMA + "--tensor-model-parallel-size 2 --zero-stage=0", json=_json(32, 4, bf16=_ON, steps_per_print=1)),
-    Launch(
-        "ds: llama 2", _MDS_LLAMA + "--tensor-model-parallel-size 2 --num-key-value-heads 4 --zero-stage=0", json=_json(32, 4, bf16=_ON)
-    ),
-    Launch(
-        "ds: llama 2, pipeline",
-        _MDS_LLAMA + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-key-value-heads 4",
-        json=_json(32, 4, bf16=_ON),
-    ),
-    Launch("ds: llama, universal checkpoint", _MDS_LLAMA + "--universal-checkpoint --zero-stage=1", json=_json(32, 4, 1, bf16=_ON)),
-    Launch(
-        "ds: llama, finetuning flags",
-        _MDS_LLAMA.replace("--data-path 1 DATA", "--data-path DATA") + "--finetune --no-masked-softmax-fusion --no-bias-gelu-fusion"
+        + _ENGINE, 8, "attention itself is not cut into chunks", _json(2, 1, 3, **_TEMPLATE)),
+    Launch("ds: llama", _MDS_LLAMA + "--tensor-model-parallel-size 2 --zero-stage=0",
+        json=_json(32, 4, bf16=_ON, steps_per_print=1)),
+    Launch("ds: llama 2", _MDS_LLAMA + "--tensor-model-parallel-size 2 --num-key-value-heads 4 --zero-stage=0",
+        json=_json(32, 4, bf16=_ON)),
+    Launch("ds: llama 2, pipeline", _MDS_LLAMA
+        + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-key-value-heads 4",
+        json=_json(32, 4, bf16=_ON)),
+    Launch("ds: llama, universal checkpoint", _MDS_LLAMA + "--universal-checkpoint --zero-stage=1",
+        json=_json(32, 4, 1, bf16=_ON)),
+    Launch("ds: llama, finetuning flags", _MDS_LLAMA.replace("--data-path 1 DATA", "--data-path DATA")
+        + "--finetune --no-masked-softmax-fusion --no-bias-gelu-fusion"
         " --no-bias-dropout-fusion --no-gradient-accumulation-fusion --repeated-dataloader --num-workers 0 --zero-stage 0",
-        json=_json(32, 4, bf16=_ON),
-    ),
-    Launch(
-        "ds: gpt bf16",
-        _UNIVERSAL + "--bf16 --micro-batch-size 4 --global-batch-size 32 --zero-stage=1 --ds-sequence-parallel-size 1",
-        json=_json(32, 4, 1, bf16=_ON, data_types={"grad_accum_dtype": "fp32"}, wall_clock_breakdown=False),
-    ),
-    Launch(
-        "ds: gpt fp16, a loss scale in both places",
-        _UNIVERSAL + "--fp16 --micro-batch-size 4 --global-batch-size 32 --zero-stage=1",
-        json=_json(32, 4, 1, fp16=_FP16_ON),
-    ),
-    Launch(
-        "ds: gpt bf16, another stage in the file",
-        _UNIVERSAL + "--bf16 --micro-batch-size 4 --global-batch-size 32 --zero-stage=0",
-        json=_json(32, 4, 2, bf16=_ON, gradient_clipping=0.5),
-    ),
-    Launch(
-        "ds: gpt 3.6B on other GPUs",
-        _UNIVERSAL.replace("--loss-scale 12", "") + "--bf16 --micro-batch-size 4 --distributed-backend ccl --no-pipeline-parallel",
-        12,
-        json=_json(48, 4, 2, bf16=_ON),
-    ),
-    Launch(
-        "ds: bert 336M", _MDS_BERT + "--micro-batch-size 128 --global-batch-size 1024", json=_json(1024, 128, **_TEMPLATE), family="bert"
-    ),
-    Launch(
-        "ds: bert 336M, checkpointed",
-        _MDS_BERT + "--micro-batch-size 16 --global-batch-size 1024 --checkpoint-activations --deepspeed-activation-checkpointing",
-        json=_json(1024, 16, **_TEMPLATE),
-        family="bert",
-    ),
-    Launch(
-        "bigscience: gpt on one node",
-        _shape(2, 64, 2, 1024) + "--micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters 50"
+        json=_json(32, 4, bf16=_ON)),
+    Launch("ds: gpt bf16", _UNIVERSAL
+        + "--bf16 --micro-batch-size 4 --global-batch-size 32 --zero-stage=1 --ds-sequence-parallel-size 1",
+        json=_json(32, 4, 1, bf16=_ON, data_types={"grad_accum_dtype": "fp32"}, wall_clock_breakdown=False)),
+    Launch("ds: gpt fp16, a loss scale in both places", _UNIVERSAL
+        + "--fp16 --micro-batch-size 4 --global-batch-size 32 --zero-stage=1", json=_json(32, 4, 1, fp16=_FP16_ON)),
+    Launch("ds: gpt bf16, another stage in the file", _UNIVERSAL
+        + "--bf16 --micro-batch-size 4 --global-batch-size 32 --zero-stage=0",
+        json=_json(32, 4, 2, bf16=_ON, gradient_clipping=0.5)),
+    Launch("ds: gpt 3.6B on other GPUs", _UNIVERSAL.replace("--loss-scale 12", "")
+        + "--bf16 --micro-batch-size 4 --distributed-backend ccl --no-pipeline-parallel", 12,
+        json=_json(48, 4, 2, bf16=_ON)),
+    Launch("ds: bert 336M", _MDS_BERT + "--micro-batch-size 128 --global-batch-size 1024",
+        json=_json(1024, 128, **_TEMPLATE), family="bert"),
+    Launch("ds: bert 336M, checkpointed", _MDS_BERT
+        + "--micro-batch-size 16 --global-batch-size 1024 --checkpoint-activations --deepspeed-activation-checkpointing",
+        json=_json(1024, 16, **_TEMPLATE), family="bert"),
+    Launch("bigscience: gpt on one node", _shape(2, 64, 2, 1024)
+        + "--micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters 50"
         " --lr-decay-style cosine --vocab-file TOK/vocab.json --merge-file TOK/merges.txt --fp16 --log-interval 10 --save-interval 500"
-        " --eval-interval 100 --eval-iters 10 --checkpoint-activations --save OUT --load OUT --data-path DATA",
-        2,
-    ),
-    Launch(
-        "bigscience: gpt, tiny",
-        _OLD.replace(_BPE, "--data-path DATA --split 949,50,1 ") + "--tokenizer-type PretrainedFromHF"
+        " --eval-interval 100 --eval-iters 10 --checkpoint-activations --save OUT --load OUT --data-path DATA", 2),
+    Launch("bigscience: gpt, tiny", _OLD.replace(_BPE, "--data-path DATA --split 949,50,1 ")
+        + "--tokenizer-type PretrainedFromHF"
         " --tokenizer-name-or-path TOK --data-impl mmap --checkpoint-activations --distributed-backend nccl --global-batch-size 8",
-        1,
-    ),
-    Launch(
-        "bigscience: gpt of many tongues",
+        1),
+    Launch("bigscience: gpt of many tongues",
         _OLD.replace("--data-path DATA", "--data-path 0.01 DATA 0.32 DATA2 0.67 DATA3")
-        + "--extra-eval-data-path VALID-EN 1.0 DATA, VALID-FR 1.0 DATA2",
-        1,
-        "groups of --valid-weighted-split-paths",
-    ),
-    Launch(
-        "bigscience: 7B1",
-        _BLOOM,
-        json=_json(1024, 1, 1, gradient_clipping=1.0, fp16={**_FP16_ON, "initial_scale_power": 12}, optimizer=_ADAMW),
-    ),
-    Launch("lm: gpt, no checkpoint kept", _OLD.replace("--save OUT --load OUT ", "") + "--no-load-optim --no-load-rng --no-save-rng"),
+        + "--extra-eval-data-path VALID-EN 1.0 DATA, VALID-FR 1.0 DATA2", 1, "groups of --valid-weighted-split-paths"),
+    Launch("bigscience: 7B1", _BLOOM,
+        json=_json(1024, 1, 1, gradient_clipping=1.0, fp16={**_FP16_ON, "initial_scale_power": 12}, optimizer=_ADAMW)),
+    Launch("lm: gpt, no checkpoint kept", _OLD.replace("--save OUT --load OUT ", "")
+        + "--no-load-optim --no-load-rng --no-save-rng"),
     Launch("lm: gpt, resumed by hand", _OLD + "--ckpt-step 500 --no-load-optim --override-opt_param-scheduler"),
-    Launch(
-        "bigscience: 7B1 with alibi",
-        _BLOOM + "--position-embedding-type alibi",
-        8,
-        "positions are learned_absolute, rope or none",
-        _json(1024, 1, 1, fp16=_FP16_ON),
-    ),
-    Launch(
-        "bigscience: 7B1, embedding normed",
-        _BLOOM + "--embed-layernorm",
-        8,
-        "embeddings go into the first block as they are",
-        _json(1024, 1, 1, fp16=_FP16_ON),
-    ),
-    Launch(
-        "lm: gpt, of 2020",
+    Launch("bigscience: 7B1 with alibi", _BLOOM + "--position-embedding-type alibi", 8,
+        "positions are learned_absolute, rope or none", _json(1024, 1, 1, fp16=_FP16_ON)),
+    Launch("bigscience: 7B1, embedding normed", _BLOOM + "--embed-layernorm", 8,
+        "embeddings go into the first block as they are", _json(1024, 1, 1, fp16=_FP16_ON)),
+    Launch("lm: gpt, of 2020",
         _OLD.replace("--micro-batch-size 4", "--batch-size 8").replace("--lr-warmup-fraction", "--warmup")
-        + "--model-parallel-size 2 --data-impl mmap --distributed-backend nccl --checkpoint-activations",
-    ),
-    Launch(
-        "lm: bert, of 2020", _BERT.replace("--lr-warmup-fraction", "--warmup") + "--batch-size 4 --model-parallel-size 1", family="bert"
-    ),
-    Launch(
-        "ds: gpt, of 2020",
-        _OLD.replace("--micro-batch-size 4", "--batch-size 8").replace("--lr-warmup-fraction", "--warmup")
+        + "--model-parallel-size 2 --data-impl mmap --distributed-backend nccl --checkpoint-activations"),
+    Launch("lm: bert, of 2020", _BERT.replace("--lr-warmup-fraction", "--warmup")
+        + "--batch-size 4 --model-parallel-size 1", family="bert"),
+    Launch("ds: gpt, of 2020", _OLD.replace("--micro-batch-size 4", "--batch-size 8").replace("--lr-warmup-fraction",
+        "--warmup")
         + "--model-parallel-size 1 --zero-reduce-bucket-size 50000000 --zero-allgather-bucket-size 5000000000 --zero-contigious-gradients"
         " --zero-reduce-scatter --checkpoint-activations --checkpoint-num-layers 1 --partition-activations --synchronize-each-layer"
-        " --contigious-checkpointing --zero-stage 2 --deepspeed --deepspeed_config JSON",
-        json=_json(64, 8, 2, fp16=_FP16_ON),
-    ),
-    Launch("ds: sequence parallelism, insisted on", _OLD + "--ds-sequence-parallel-size 4 --force-ds-sequence-parallel"),
+        " --contigious-checkpointing --zero-stage 2 --deepspeed --deepspeed_config JSON", json=_json(64, 8, 2,
+        fp16=_FP16_ON)),
+    Launch("ds: sequence parallelism, insisted on", _OLD
+        + "--ds-sequence-parallel-size 4 --force-ds-sequence-parallel"),
     Launch("amd: llama 3 8B", _LLAMA3_8B + _REAL + "--disable-te-fused-rope"),
-)
+)  # fmt: skip

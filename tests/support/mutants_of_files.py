@@ -23,30 +23,9 @@ from typing import Any
 NUMBERS = (-1, 0, 1, 2, 3, 7, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, -(2**63))
 FLOATS = (float("nan"), float("inf"), -float("inf"), 1e308, -1.5, 0.5, 1e-300)
 WORDS = (
-    "",
-    ".",
-    "..",
-    "../out",
-    "/etc/passwd",
-    "a" * 5000,
-    "\x1b[2J",
-    "\0",
-    "ü",
-    "\ud800",
-    "-1",
-    "1e9",
-    "None",
-    "nan",
-    "float32",
-    "bfloat16",
-    "F8_E4M3",
-    "model.safetensors",
-    "%s%n",
-    "{0}",
-    "\n",
-    "data.pkl",
-    "default",
-)
+    "", ".", "..", "../out", "/etc/passwd", "a" * 5000, "\x1b[2J", "\0", "ü", "\ud800", "-1", "1e9", "None", "nan",
+    "float32", "bfloat16", "F8_E4M3", "model.safetensors", "%s%n", "{0}", "\n", "data.pkl", "default",
+)  # fmt: skip
 
 
 def deep(levels: int) -> list[Any]:
@@ -189,72 +168,26 @@ def _long(number: int) -> bytes:
 _STORAGE = b"(" + _string("storage") + b"ctorch\nFloatStorage\n" + _string("0") + _string("cpu") + b"K\x04tQ"
 _DTYPE = b"cnumpy\ndtype\n" + _string("f8") + b"K\x00K\x01\x87R(K\x03" + _string("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
 _FRAGMENTS = (
-    b"N",
-    b"\x88",
-    b"\x89",
-    b"]",
-    b"}",
-    b")",
-    b"\x8f",
-    b"C\x03abc",
-    b"(K\x01K\x02t",
-    b"(K\x01K\x02l",
-    b"]q\x00h\x00a",
-    b"K\x01\x85",
-    b"(NNd",
-    _STORAGE,
-    b"ctorch\nfloat32\n",
-    b"cargparse\nNamespace\n",
-    b"cargparse\nNamespace\n)\x81}b",
-    b"cargparse\nNamespace\n)\x81Nb",
-    b"cargparse\nNamespace\n)\x81" + _string("x") + b"b",
-    b"ccollections\nOrderedDict\n)R",
-    b"cposix\nsystem\n",
-    b"cposix\nsystem\n" + _string("true") + b"\x85R",
+    b"N", b"\x88", b"\x89", b"]", b"}", b")", b"\x8f", b"C\x03abc", b"(K\x01K\x02t", b"(K\x01K\x02l", b"]q\x00h\x00a",
+    b"K\x01\x85", b"(NNd", _STORAGE, b"ctorch\nfloat32\n", b"cargparse\nNamespace\n", b"cargparse\nNamespace\n)\x81}b",
+    b"cargparse\nNamespace\n)\x81Nb", b"cargparse\nNamespace\n)\x81" + _string("x") + b"b",
+    b"ccollections\nOrderedDict\n)R", b"cposix\nsystem\n", b"cposix\nsystem\n" + _string("true") + b"\x85R",
     b"cmegatron.core.enums\nModelType\nK\x01\x85R",
     b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORAGE + b"K\x00K\x04\x85K\x01\x85\x89}tR",
     b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORAGE + b"K\x00))\x89}tR",
     b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORAGE + b"K\x00" + _long(2**61) + b"\x85K\x00\x85\x89}tR",
-    b"ctorch\nSize\n(K\x02t\x85R",
-    b"ctorch\nSize\n(" + _long(2**61) + _long(2**61) + b"t\x85R",
-    b"(" * 3 + b"ttt",
-    b"]" * 99 + b"a" * 98,
-    b"]" * 150 + b"a" * 149,
+    b"ctorch\nSize\n(K\x02t\x85R", b"ctorch\nSize\n(" + _long(2**61) + _long(2**61) + b"t\x85R", b"(" * 3 + b"ttt",
+    b"]" * 99 + b"a" * 98, b"]" * 150 + b"a" * 149,
     b"cnumpy.core.multiarray\nscalar\n" + _DTYPE + b"C\x08\0\0\0\0\0\0\xf8\x7f\x86R",
-    b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01K\x02\x85"
-    + _DTYPE
-    + b"\x89C\x10"
-    + b"\0" * 16
-    + b"tb",
-    b"cpathlib\nPosixPath\n" + _string("/etc") + b"\x85R",
-    b"cdatetime\ndate\nC\x04\x07\xe4\x01\x02\x85R",
-    b"(" + b"N" * 200 + b"l",
-    b"0",
-    b"1",
-    b"2",
-    b"(",
-    b"h\x01",
-    b"R",
-    b"b",
-    b"Q",
-)
+    b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01K\x02\x85" + _DTYPE
+        + b"\x89C\x10" + b"\0" * 16 + b"tb",
+    b"cpathlib\nPosixPath\n" + _string("/etc") + b"\x85R", b"cdatetime\ndate\nC\x04\x07\xe4\x01\x02\x85R",
+    b"(" + b"N" * 200 + b"l", b"0", b"1", b"2", b"(", b"h\x01", b"R", b"b", b"Q",
+)  # fmt: skip
 _LEAVES = {
-    "NONE",
-    "NEWTRUE",
-    "NEWFALSE",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "BINFLOAT",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "EMPTY_LIST",
-    "EMPTY_DICT",
-    "EMPTY_TUPLE",
-    "GLOBAL",
-    "SHORT_BINSTRING",
-}
+    "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE",
+    "SHORT_BINUNICODE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "GLOBAL", "SHORT_BINSTRING",
+}  # fmt: skip
 
 
 def fragment(draw: random.Random) -> bytes:
