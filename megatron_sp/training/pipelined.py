@@ -120,7 +120,7 @@ class PipelinedPasses:
         self._fault: Callable[[str], None] = (lambda _: None) if faults is None else faults
         self._has_faults = faults is not None
         self._enter: Callable[[Direction], None] = (lambda _: None) if recorder is None else recorder.enter
-        self._model: Any = model
+        self._model = cast("Any", model)
         count = len(micro_batches)
         self.plan = pipeline.forward_plan(count) if gradients is None else pipeline.plan(count)
         self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
