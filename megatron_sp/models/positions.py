@@ -10,7 +10,7 @@ from megatron_sp.ops.rotary import RotaryStretch, rotary_tables
 
 
 def rotary_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin for positions, int64 [s] or [s, b], and activations of ``dtype``; None for a model without rotary embedding."""
+    """Return cos and sin for positions, int64 [s] or [s, b], in ``dtype``; None without rotary embedding."""
     if config.position_embedding_type != "rope":
         return None
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -22,13 +22,13 @@ def recompute_plan(kernels: KernelConfig, num_layers: int) -> list[tuple[int, in
 
 
 def ends_recomputed(kernels: KernelConfig, num_layers: int) -> bool:
-    """Return whether backward begins with a recomputation; True without layers, of which it then reads no parameters first."""
+    """Return whether backward begins with a recomputation; True without layers: it reads no parameters first."""
     groups = [again for first, last, again in recompute_plan(kernels, num_layers) if first < last]
     return not groups or groups[-1]
 
 
 def expand_order(order: Sequence[int], units: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return an order in which each number is replaced by the units that it stands for: those of a block, with its experts."""
+    """Return an order with the units that each number stands for: those of a block, with its experts."""
     return [unit for number in order for unit in units[number]]
 
 

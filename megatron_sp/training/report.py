@@ -324,7 +324,7 @@ class RouterReport:
         return cls(loads, balance, values[1] / max(tokens, 1.0) / layers if routers.spec.z else None)
 
     def record(self) -> dict[str, Any]:
-        """Return the balance of a step in three numbers: largest load by the mean, idle experts, entropy of the loads."""
+        """Return the balance of a step: largest load by the mean, idle experts, entropy of the loads."""
         largest = [max(layer) * len(layer) / max(1, sum(layer)) for layer in self.loads]
         idle = [layer.count(0) for layer in self.loads]
         shares = []  # entropy of a layer's loads as a share of that of even loads
