@@ -83,9 +83,7 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
         y, stats = norms.forward(x, weight, bias, spec.eps, centered=centered, zero_centered=spec.zero_centered)
         return y, (stats,)
     if spec.kind == "RMSNorm" and _is_for_torchs_rms_norm(x, spec):
-        scale = _scale(weight, spec.zero_centered).to(x.dtype)
-        y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), (x.shape[-1],), scale, spec.eps)
-        return y, (rstd,)
+        return _torchs_rms_norm(x.contiguous(), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
     if spec.kind == "LayerNorm":
         if is_small(x):
             wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
@@ -243,6 +241,12 @@ def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
     # norm in fp32
     rounds = spec.zero_centered and x.dtype != torch.float32
     return x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
+
+
+def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    # by itself, since the fake device of the tests stands in for it
+    y, rstd = torch.ops.aten._fused_rms_norm(x, (x.shape[-1],), scale, eps)
+    return y, (rstd,)
 
 
 def _is_for_apex(x: Tensor) -> bool:
