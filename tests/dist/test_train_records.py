@@ -246,7 +246,7 @@ def too_little(rank: int) -> None:
 
 def test_too_little_memory_is_a_warning_with_remedies_before_the_first_step(tmp_path: Path) -> None:
     outcome = train(tmp_path, "--train-iters", 1, "--allow-oom", ranks=2, setup=too_little)
-    outcome.expect(0, "warning: a rank is predicted to need", "--zero-stage ", "step 1/1")
+    outcome.expect(0, "warning: a rank is predicted to need", "--micro-batch-size 1: predicted ", "step 1/1")
     text = outcome.texts[0]
     assert text.index("warning: a rank") < text.index("parameters in") and text.count(": predicted ") == 3
     assert "warning: a rank" not in outcome.texts[1]

@@ -71,9 +71,9 @@ def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
 def as_it_was_once(rank: int) -> None:
     """The learning rate is that of the samples at the end of a step, and a checkpoint says nothing else."""
     from megatron_sp.optim.lr_schedule import LRSchedule
-    from megatron_sp.training.train_state import Progress
+    from megatron_sp.training.train_state import TrainState
 
-    lr, to_dict, from_config = LRSchedule.lr, Progress.to_dict, LRSchedule.from_config
+    lr, to_json, from_config = LRSchedule.lr, TrainState.to_json, LRSchedule.from_config
 
     def rounded(*args: Any) -> LRSchedule:
         found = from_config(*args)
@@ -81,7 +81,7 @@ def as_it_was_once(rank: int) -> None:
 
     LRSchedule.lr = lambda self, samples: lr(self, samples + 4)  # type: ignore[method-assign]
     LRSchedule.from_config = rounded  # type: ignore[method-assign,assignment]
-    Progress.to_dict = lambda self: {k: v for k, v in to_dict(self).items() if k != "scheduled_samples"}  # type: ignore[method-assign]
+    TrainState.to_json = lambda *args: {k: v for k, v in to_json(*args).items() if k != "scheduled_samples"}  # type: ignore[method-assign]
 
 
 def test_a_run_of_an_older_version_goes_on_along_its_curve(tmp_path: Path) -> None:
