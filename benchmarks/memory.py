@@ -165,17 +165,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def predict(layout: Layout, shape: dict[str, Any], batch: int, device: Any = "cpu") -> Any:
-    """The memory of a layout's rank that holds most, by a run without contents."""
+def config_of(layout: Layout, shape: dict[str, Any], batch: int) -> Any:
+    """The configuration of a layout."""
     from megatron_sp.config.schema import BatchConfig, Config, DataConfig, KernelConfig, ModelConfig, PrecisionConfig
-    from megatron_sp.planner.fake_run import predict
 
     sizes = BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp)
-    config = Config(
+    return Config(
         ModelConfig(**{**shape, **layout.model}), layout.parallel(), KernelConfig(**layout.kernels), sizes,
         precision=PrecisionConfig(bf16=layout.bf16), data=DataConfig(mask_prob=1 / EVERY),
     )  # fmt: skip
-    return predict(config, layout.ranks, device).memory
+
+
+def predict(layout: Layout, shape: dict[str, Any], batch: int, device: Any = "cpu") -> Any:
+    """The memory of a layout's rank that holds most, by a run without contents."""
+    from megatron_sp.planner.fake_run import predict
+
+    return predict(config_of(layout, shape, batch), layout.ranks, device).memory
 
 
 def run(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") -> list[dict[str, int]]:

@@ -359,14 +359,9 @@ def _worker(rank: int, pair: Pair, rounds: int, folder: str) -> None:
 def predict_way(way: Way, shape: dict[str, Any], machine: Any) -> Any:
     """StepTime of one side."""
     from megatron_sp.config.rules import normalize
-    from megatron_sp.config.schema import Config
     from megatron_sp.planner.fake_run import step_time
 
-    def timed(work: Any) -> Any:
-        parts = {name: getattr(work, name) for name in ("model", "parallel", "kernels", "batch", "precision")}
-        return step_time(normalize(Config(**parts)), machine)
-
-    return memory.predict(way.layout, shape, way.batch, what=timed)
+    return step_time(normalize(memory.config_of(way.layout, shape, way.batch)), machine)
 
 
 def pairs(rounds: int, which: list[Pair]) -> dict[str, Any]:

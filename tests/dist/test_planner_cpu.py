@@ -90,4 +90,7 @@ def test_predictions_stay_near_published_figures() -> None:
     assert sorted(map(abs, errors["fitted"]))[5] < 0.06 and sorted(map(abs, errors["not fitted"]))[5] < 0.15
     rows = plan_check.arithmetic()["rows"]
     assert all(abs(row["predicted_ms"] / row["by_hand_ms"] - 1) < 0.13 for row in rows if "by_hand_ms" in row)
-    assert all(1 < row["predicted"] < 1.02 * row["bound"] for row in rows if "bound" in row)
+    for row in (row for row in rows if "bound" in row):
+        # a chunk of heads copies its rows of the weights and of their gradients: at 16K tokens that takes what it hides
+        least = 1.0 if "64K" in row["what"] else 0.95
+        assert least < row["predicted"] < 1.02 * row["bound"], row

@@ -62,7 +62,7 @@ def test_tools_find_it_when_the_run_was_moved_and_the_original_is_gone(work: Pat
     from megatron_sp.commands import finetune as tool
 
     options, rest = tool.parse(["--task", "jsonl", "--train-data", "t", "--valid-data", "v", "--pretrained-checkpoint", str(moved)])
-    assert tool.stored_tokenizer(options, rest) == [
+    assert tool._stored_tokenizer(options.pretrained_checkpoint, rest) == [
         "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", f"{moved}/tokenizer/vocab.txt"
     ]  # fmt: skip
 
