@@ -20,8 +20,7 @@ Tree = dict[str, Any]
 
 # (part of our name, name in the file), in the order in which Megatron's modules register them
 LAYER = {
-    "core": [
-        ("self_attention.linear_proj.weight", "self_attention.linear_proj.weight"),
+    "core": [("self_attention.linear_proj.weight", "self_attention.linear_proj.weight"),
         ("self_attention.linear_proj.bias", "self_attention.linear_proj.bias"),
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
         ("input_layernorm.bias", "self_attention.linear_qkv.layer_norm_bias"),
@@ -33,19 +32,12 @@ LAYER = {
         ("self_attention.k_layernorm.bias", "self_attention.k_layernorm.bias"),
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         ("pre_mlp_layernorm.bias", "mlp.linear_fc1.layer_norm_bias"),
-        ("mlp.linear_fc1.weight", "mlp.linear_fc1.weight"),
-        ("mlp.linear_fc1.bias", "mlp.linear_fc1.bias"),
-        ("mlp.linear_fc2.weight", "mlp.linear_fc2.weight"),
-        ("mlp.linear_fc2.bias", "mlp.linear_fc2.bias"),
-    ],
-    "core-local": [
-        (name, name) for kind in ("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
-        "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2")
-        for name in (f"{kind}.weight", f"{kind}.bias")
-    ],
-    "legacy": [
-        ("input_layernorm.weight", "input_layernorm.weight"),
-        ("input_layernorm.bias", "input_layernorm.bias"),
+        ("mlp.linear_fc1.weight", "mlp.linear_fc1.weight"), ("mlp.linear_fc1.bias", "mlp.linear_fc1.bias"),
+        ("mlp.linear_fc2.weight", "mlp.linear_fc2.weight"), ("mlp.linear_fc2.bias", "mlp.linear_fc2.bias")],
+    "core-local": [(name, name) for kind in ("input_layernorm", "self_attention.linear_proj",
+        "self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm",
+        "mlp.linear_fc1", "mlp.linear_fc2") for name in (f"{kind}.weight", f"{kind}.bias")],
+    "legacy": [("input_layernorm.weight", "input_layernorm.weight"), ("input_layernorm.bias", "input_layernorm.bias"),
         ("self_attention.linear_qkv.weight", "self_attention.query_key_value.weight"),
         ("self_attention.linear_qkv.bias", "self_attention.query_key_value.bias"),
         ("self_attention.linear_proj.weight", "self_attention.dense.weight"),
@@ -56,28 +48,22 @@ LAYER = {
         ("self_attention.k_layernorm.bias", "self_attention.k_layernorm.bias"),
         ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         ("pre_mlp_layernorm.bias", "post_attention_layernorm.bias"),
-        ("mlp.linear_fc1.weight", "mlp.dense_h_to_4h.weight"),
-        ("mlp.linear_fc1.bias", "mlp.dense_h_to_4h.bias"),
-        ("mlp.linear_fc2.weight", "mlp.dense_4h_to_h.weight"),
-        ("mlp.linear_fc2.bias", "mlp.dense_4h_to_h.bias"),
-    ],
+        ("mlp.linear_fc1.weight", "mlp.dense_h_to_4h.weight"), ("mlp.linear_fc1.bias", "mlp.dense_h_to_4h.bias"),
+        ("mlp.linear_fc2.weight", "mlp.dense_4h_to_h.weight"), ("mlp.linear_fc2.bias", "mlp.dense_4h_to_h.bias")],
 }  # fmt: skip
 HEADS = {
-    "core": [
-        ("lm_head.dense.weight", "lm_head.dense.weight"), ("lm_head.dense.bias", "lm_head.dense.bias"),
-        ("lm_head.layernorm.weight", "lm_head.layer_norm.weight"), ("lm_head.layernorm.bias", "lm_head.layer_norm.bias"),
-        ("output_layer.weight", "output_layer.weight"), ("output_layer.bias", "output_layer.bias"),
-        ("binary_head.weight", "binary_head.weight"), ("binary_head.bias", "binary_head.bias"),
-        ("pooler.dense.weight", "pooler.dense.weight"), ("pooler.dense.bias", "pooler.dense.bias"),
-    ],
-    "legacy": [
-        ("pooler.dense.weight", "language_model/pooler/dense.weight"), ("pooler.dense.bias", "language_model/pooler/dense.bias"),
-        ("output_layer.weight", "language_model/output_layer/weight"),
-        ("output_layer.bias", "lm_head/bias"),
+    "core": [("lm_head.dense.weight", "lm_head.dense.weight"), ("lm_head.dense.bias", "lm_head.dense.bias"),
+        ("lm_head.layernorm.weight", "lm_head.layer_norm.weight"),
+        ("lm_head.layernorm.bias", "lm_head.layer_norm.bias"), ("output_layer.weight", "output_layer.weight"),
+        ("output_layer.bias", "output_layer.bias"), ("binary_head.weight", "binary_head.weight"),
+        ("binary_head.bias", "binary_head.bias"), ("pooler.dense.weight", "pooler.dense.weight"),
+        ("pooler.dense.bias", "pooler.dense.bias")],
+    "legacy": [("pooler.dense.weight", "language_model/pooler/dense.weight"),
+        ("pooler.dense.bias", "language_model/pooler/dense.bias"),
+        ("output_layer.weight", "language_model/output_layer/weight"), ("output_layer.bias", "lm_head/bias"),
         ("lm_head.dense.weight", "lm_head/dense.weight"), ("lm_head.dense.bias", "lm_head/dense.bias"),
         ("lm_head.layernorm.weight", "lm_head/layernorm.weight"), ("lm_head.layernorm.bias", "lm_head/layernorm.bias"),
-        ("binary_head.weight", "binary_head/weight"), ("binary_head.bias", "binary_head/bias"),
-    ],
+        ("binary_head.weight", "binary_head/weight"), ("binary_head.bias", "binary_head/bias")],
 }  # fmt: skip
 OLD = {"language_model/encoder": "language_model/transformer", "self_attention.": "attention."}
 

@@ -38,19 +38,15 @@ class Suite(NamedTuple):
     tests: tuple[str, ...]
 
 
-SUITES = {
+SUITES = {  # files; tests
     "layers": Suite(
-        (
-            "comm/collectives.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/tensor_parallel.py",
-            "parallel/ulysses.py", "parallel/attention_core.py", "parallel/attention_block.py", "parallel/split_projection.py",
-            "parallel/chunked_mlp.py", "parallel/heads.py", "parallel/parallel_context.py", "models/attention.py", "models/transformer.py",
-            "ops/main_grad.py",
-        ),
-        (
-            "tests/unit/parallel/test_heads.py", "tests/unit/comm/test_shard_spec.py", "tests/dist/test_collectives.py",
-            "tests/dist/test_exchange.py",
-            *(f"{GRID}::{test}" for test in ("test_tensor_parallel", "test_ulysses", "test_mlp_in_chunks")),
-        ),
+        ("comm/collectives.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/tensor_parallel.py",
+         "parallel/ulysses.py", "parallel/attention_core.py", "parallel/attention_block.py",
+         "parallel/split_projection.py", "parallel/chunked_mlp.py", "parallel/heads.py", "parallel/parallel_context.py",
+         "models/attention.py", "models/transformer.py", "ops/main_grad.py"),
+        ("tests/unit/parallel/test_heads.py", "tests/unit/comm/test_shard_spec.py", "tests/dist/test_collectives.py",
+         "tests/dist/test_exchange.py", *(f"{GRID}::{test}" for test in ("test_tensor_parallel", "test_ulysses",
+         "test_mlp_in_chunks"))),
     ),
     "zero": Suite(
         ("optim/flat.py", "optim/gradients.py", "optim/weights.py", "optim/residency.py", "optim/optimizer.py"),
@@ -58,50 +54,35 @@ SUITES = {
     ),
     "bert": Suite(
         ("models/bert.py", "models/language_model.py"),
-        (
-            "tests/unit/models/test_bert.py", "tests/unit/models/test_step_bert.py", f"{GRID}::test_bert",
-            "tests/integration/test_hugging_face.py",
-        ),
+        ("tests/unit/models/test_bert.py", "tests/unit/models/test_step_bert.py", f"{GRID}::test_bert",
+         "tests/integration/test_hugging_face.py"),
     ),
     "context": Suite(
-        (
-            "ops/attention_pieces.py", "ops/partial_attention.py", "ops/tiled_attention.py", "ops/gpu_partial_attention.py",
-            "parallel/context_parallel.py", "parallel/context_plan.py",
-        ),
-        (
-            "tests/unit/ops/test_partial_attention.py", "tests/unit/ops/test_gpu_partial_attention.py",
-            "tests/unit/parallel/test_context_cut.py",
-            "tests/dist/test_context_parallel.py", "tests/dist/test_context_gather.py",
-            f"{GRID}::test_context_parallel",
-        ),
+        ("ops/attention_pieces.py", "ops/partial_attention.py", "ops/tiled_attention.py",
+         "ops/gpu_partial_attention.py", "parallel/context_parallel.py", "parallel/context_plan.py"),
+        ("tests/unit/ops/test_partial_attention.py", "tests/unit/ops/test_gpu_partial_attention.py",
+         "tests/unit/parallel/test_context_cut.py", "tests/dist/test_context_parallel.py",
+         "tests/dist/test_context_gather.py", f"{GRID}::test_context_parallel"),
     ),
     "pipelines": Suite(
-        (
-            "parallel/pipeline.py", "parallel/pipeline_stages.py", "parallel/sequence_slices.py",
-            "training/pipelined.py", "training/step.py",
-        ),
-        (
-            "tests/unit/training/test_step.py", "tests/unit/parallel/test_sequence_slices.py",
-            "tests/unit/parallel/test_pipeline_stages.py",
-            f"{GRID}::test_pipelines", f"{GRID}::test_delayed_weight_gradients", "tests/dist/test_delayed_weights.py",
-            "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_pipeline.py",
-        ),
+        ("parallel/pipeline.py", "parallel/pipeline_stages.py", "parallel/sequence_slices.py", "training/pipelined.py",
+         "training/step.py"),
+        ("tests/unit/training/test_step.py", "tests/unit/parallel/test_sequence_slices.py",
+         "tests/unit/parallel/test_pipeline_stages.py", f"{GRID}::test_pipelines",
+         f"{GRID}::test_delayed_weight_gradients", "tests/dist/test_delayed_weights.py",
+         "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_pipeline.py"),
     ),
     "experts": Suite(
-        (
-            "models/experts.py", "ops/expert_mlp.py", "ops/routing.py", "parallel/expert_exchange.py", "parallel/experts.py",
-            "parallel/router_pass.py",
-        ),
-        (
-            "tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py", "tests/unit/models/test_model_experts.py",
-            "tests/unit/ops/test_expert_mlp.py", f"{GRID}::test_experts", "tests/dist/test_train_experts.py",
-        ),
+        ("models/experts.py", "ops/expert_mlp.py", "ops/routing.py", "parallel/expert_exchange.py",
+         "parallel/experts.py", "parallel/router_pass.py"),
+        ("tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py",
+         "tests/unit/models/test_model_experts.py", "tests/unit/ops/test_expert_mlp.py", f"{GRID}::test_experts",
+         "tests/dist/test_train_experts.py"),
     ),
     "kernels": Suite(
-        (
-            "ops/kernels/activations.py", "ops/kernels/biases.py", "ops/kernels/cross_entropy.py", "ops/kernels/dropout.py",
-            "ops/kernels/grouped.py", "ops/kernels/norms.py", "ops/kernels/rotary.py", "ops/norm.py",
-        ),
+        ("ops/kernels/activations.py", "ops/kernels/biases.py", "ops/kernels/cross_entropy.py",
+         "ops/kernels/dropout.py", "ops/kernels/grouped.py", "ops/kernels/norms.py", "ops/kernels/rotary.py",
+         "ops/norm.py"),
         ("tests/kernels/test_interpreted.py", "tests/unit/ops/test_norm.py", "tests/unit/ops/test_dropout.py"),
     ),
 }  # fmt: skip

@@ -62,66 +62,41 @@ class End(NamedTuple):
 
 _SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 1e-3 --train-iters 4 --device cpu --eval-iters 1"
 _SOUND: dict[str, list[str]] = {
-    "pretrain_gpt.py": [
-        f"{_SHAPE} --mock-data --vocab-size 60 --dry-run",
+    "pretrain_gpt.py": [f"{_SHAPE} --mock-data --vocab-size 60 --dry-run",
         f"{_SHAPE} --data-path DATA --vocab-size 60 --split 90,5,5 --dry-run json --world-size 4 --tp-size 2 --sequence-parallel",
         f"{_SHAPE} --mock-data --tokenizer-type ByteTokenizer --bf16 --world-size 8 --sp-size 2 --zero-stage 3 --dry-run",
         f"{_SHAPE} --mock-data --vocab-size 60 --save OUT --load OUT --dry-run --config YAML",
         f"{_SHAPE} --mock-data --vocab-size 60 --deepspeed --deepspeed_config JSON --dry-run --fp16",
         f"{_SHAPE} --mock-data --vocab-size 60 --rampup-batch-size 2 2 8 --global-batch-size 8 --lr-decay-style cosine --print-config",
         "--preset gpt2-124m --mock-data --train-iters 5 --lr 1e-4 --dry-run --world-size 8 --seq-length 64",
-        f"{_SHAPE} --mock-data --vocab-size 60 --load RUN --save OUT --use-checkpoint-args --dry-run",
-    ],
-    "pretrain_bert.py": [
-        f"{_SHAPE} --mock-data --vocab-size 60 --dry-run --world-size 2",
+        f"{_SHAPE} --mock-data --vocab-size 60 --load RUN --save OUT --use-checkpoint-args --dry-run"],
+    "pretrain_bert.py": [f"{_SHAPE} --mock-data --vocab-size 60 --dry-run --world-size 2",
         f"{_SHAPE} --mock-data --vocab-file FILE --mask-prob 0.15 --short-seq-prob 0.1 --dry-run",
-        f"{_SHAPE} --mock-data --vocab-size 60 --bert-no-binary-head --bert-pack-sequences --num-tokentypes 0 --dry-run",
-    ],
-    "train": [
-        "--mock-data --vocab-size 60 --save OUT --load OUT --save-interval 1 --micro-batch-size 2 --global-batch-size 4",
+        f"{_SHAPE} --mock-data --vocab-size 60 --bert-no-binary-head --bert-pack-sequences --num-tokentypes 0 --dry-run"],
+    "train": ["--mock-data --vocab-size 60 --save OUT --load OUT --save-interval 1 --micro-batch-size 2 --global-batch-size 4",
         "--data-path DATA --vocab-size 60 --split 1 --num-workers 1 --bf16 --recompute-granularity full --lr-decay-style cosine",
         "--mock-data --tokenizer-type ByteTokenizer --swiglu --normalization RMSNorm --position-embedding-type rope --num-query-groups 2",
-        "--mock-data --vocab-size 60 --load RUN --save OUT --finetune --log-params-norm --optimizer sgd --clip-grad 0.5",
-    ],
-    "megatron-sp": [
-        "plan --gpus 2 --gpu h100-80g --tp-size 1 --micro-batch-size 1 --num-layers 4 --hidden-size 256 --num-attention-heads 4"
+        "--mock-data --vocab-size 60 --load RUN --save OUT --finetune --log-params-norm --optimizer sgd --clip-grad 0.5"],
+    "megatron-sp": ["plan --gpus 2 --gpu h100-80g --tp-size 1 --micro-batch-size 1 --num-layers 4 --hidden-size 256 --num-attention-heads 4"
         " --seq-length 512 --vocab-size 100 --top 2",
         "plan --gpus 4 --nodes 2 --link ib-400g --gpu a100-80g --zero-stage 1 --micro-batch-size 1 --num-layers 4"
-        " --hidden-size 256 --num-attention-heads 4 --seq-length 512"
-        " --vocab-size 100 --json --global-batch-size 16",
-        "data verify DATA --vocab-size 60",
-        "data section-task --corpus JSONL --output OUT --classes 2 --valid 3",
-        "presets --json",
-        "ckpt ls RUN",
-        "ckpt show RUN --json",
-        "ckpt verify RUN",
-        "ckpt diff RUN RUN",
-        "ckpt prune RUN --keep-last 2 --dry-run",
-        "convert --from auto --input RUN --output OUT --to hf",
+        " --hidden-size 256 --num-attention-heads 4 --seq-length 512" " --vocab-size 100 --json --global-batch-size 16",
+        "data verify DATA --vocab-size 60", "data section-task --corpus JSONL --output OUT --classes 2 --valid 3",
+        "presets --json", "ckpt ls RUN", "ckpt show RUN --json", "ckpt verify RUN", "ckpt diff RUN RUN",
+        "ckpt prune RUN --keep-last 2 --dry-run", "convert --from auto --input RUN --output OUT --to hf",
         "convert --from hf --input DIR --output OUT --to megatron_sp --vocab-size 60",
-        "schedule show auto --model DIR --cost 2 8",
-        "schedule check FILE --model DIR",
-        "ckpt merge RUN --output OUT",
-    ],
-    "generate.py": [
-        "--load RUN --prompt '1 2 3' --max-new-tokens 2 --temperature 0.5 --top-k 3 --seed 3 --num-samples 1 --num-threads 1 --device cpu"
-    ],
-    "evaluate.py": [
-        "--load RUN --data-path DATA --seq-length 16 --stride 8 --limit 2 --device cpu",
-        "--load RUN --text INTEGERS --limit 1 --batch-size 2 --num-threads 1 --device cpu",
-    ],
+        "schedule show auto --model DIR --cost 2 8", "schedule check FILE --model DIR", "ckpt merge RUN --output OUT"],
+    "generate.py": ["--load RUN --prompt '1 2 3' --max-new-tokens 2 --temperature 0.5 --top-k 3 --seed 3 --num-samples 1 --num-threads 1 --device cpu"],
+    "evaluate.py": ["--load RUN --data-path DATA --seq-length 16 --stride 8 --limit 2 --device cpu",
+        "--load RUN --text INTEGERS --limit 1 --batch-size 2 --num-threads 1 --device cpu"],
     "fill_mask.py": ["--load RUN --text [MASK] --top 3 --device cpu"],
     "serve.py": ["--load NOTHING --port 8000 --max-batch-size 2 --max-queue 3 --request-timeout 5"],
     "finetune_classifier.py": [f"--task tsv --train-data FILE --valid-data FILE --epochs 1 {_SHAPE} --vocab-size 60 --dry-run"],
-    "report.py": ["RUN --output OUT.html"],
-    "summarize_run.py": ["RUN"],
-    "plot_metrics.py": ["RUN --output OUT.png"],
-    "train_tokenizer.py": [
-        "--input JSONL --output OUT --vocab-size 300 --sample-bytes 100000",
-        "--input JSONL --output OUT --vocab-size 60 --type wordpiece",
-    ],
+    "report.py": ["RUN --output OUT.html"], "summarize_run.py": ["RUN"], "plot_metrics.py": ["RUN --output OUT.png"],
+    "train_tokenizer.py": ["--input JSONL --output OUT --vocab-size 300 --sample-bytes 100000",
+        "--input JSONL --output OUT --vocab-size 60 --type wordpiece"],
     "preprocess_data.py": ["--input JSONL --output-prefix OUT --tokenizer-type ByteTokenizer --append-eod --workers 1"],
-}
+}  # fmt: skip
 MODULES = {
     "generate.py": "generate", "evaluate.py": "evaluate", "fill_mask.py": "fill_mask", "serve.py": "serve",
     "finetune_classifier.py": "finetune", "report.py": "report", "summarize_run.py": "summarize", "plot_metrics.py": "plot",

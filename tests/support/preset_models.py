@@ -17,15 +17,9 @@ SIZES: dict[str, Any] = {
 BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "attention_dropout": 0.0, "pad_token_id": 0}
 GPT2 = {
-    "n_layer": 2,
-    "n_embd": 24,
-    "n_head": 4,
-    "n_positions": 16,
-    "vocab_size": V,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
+    "n_layer": 2, "n_embd": 24, "n_head": 4, "n_positions": 16, "vocab_size": V, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
-}
+}  # fmt: skip
 GPT_NEOX = {**SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 OPT = {
     "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "ffn_dim": 20, "max_position_embeddings": 16, "vocab_size": V,
@@ -52,40 +46,30 @@ CLIP = {"text_config": TEXT, "vision_config": IMAGES, "projection_dim": 10}
 
 #: name -> (family, head, configuration); names with a dash are variants
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bert": ("Bert", "ForMaskedLM", BERT),
-    "roberta": ("Roberta", "ForMaskedLM", BERT),
-    "gpt2": ("GPT2", "LMHeadModel", GPT2),
-    "gpt_neox": ("GPTNeoX", "ForCausalLM", GPT_NEOX),
-    "llama": ("Llama", "ForCausalLM", LLAMA),
-    "mistral": ("Mistral", "ForCausalLM", {**LLAMA, "sliding_window": 4}),
+    "bert": ("Bert", "ForMaskedLM", BERT), "roberta": ("Roberta", "ForMaskedLM", BERT),
+    "gpt2": ("GPT2", "LMHeadModel", GPT2), "gpt_neox": ("GPTNeoX", "ForCausalLM", GPT_NEOX),
+    "llama": ("Llama", "ForCausalLM", LLAMA), "mistral": ("Mistral", "ForCausalLM", {**LLAMA, "sliding_window": 4}),
     "qwen2": ("Qwen2", "ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", "ForCausalLM", {**LLAMA, "head_dim": 8}),
-    "opt": ("OPT", "ForCausalLM", OPT),
+    "qwen3": ("Qwen3", "ForCausalLM", {**LLAMA, "head_dim": 8}), "opt": ("OPT", "ForCausalLM", OPT),
     "t5": ("T5", "EncoderModel", {**T5, "feed_forward_proj": "gated-gelu"}),
     "vit": ("ViT", "ForImageClassification", {**VIT, "image_size": (12, 20)}),  # 3 * 5 patches and the class: 16 tokens
-    "falcon": ("Falcon", "ForCausalLM", FALCON),
-    "modernbert": ("ModernBert", "ForMaskedLM", MODERNBERT),
-    "whisper": ("Whisper", "ForConditionalGeneration", WHISPER),
-    "clip": ("CLIP", "Model", CLIP),
-    "bert-model": ("Bert", "Model", BERT),
-    "bert-classifier": ("Bert", "ForSequenceClassification", BERT),
-    "roberta-classifier": ("Roberta", "ForSequenceClassification", BERT),
-    "gpt2-model": ("GPT2", "Model", GPT2),
+    "falcon": ("Falcon", "ForCausalLM", FALCON), "modernbert": ("ModernBert", "ForMaskedLM", MODERNBERT),
+    "whisper": ("Whisper", "ForConditionalGeneration", WHISPER), "clip": ("CLIP", "Model", CLIP),
+    "bert-model": ("Bert", "Model", BERT), "bert-classifier": ("Bert", "ForSequenceClassification", BERT),
+    "roberta-classifier": ("Roberta", "ForSequenceClassification", BERT), "gpt2-model": ("GPT2", "Model", GPT2),
     "gpt2-classifier": ("GPT2", "ForSequenceClassification", {**GPT2, "pad_token_id": 0}),
     "gpt_neox-serial": ("GPTNeoX", "ForCausalLM", {**GPT_NEOX, "use_parallel_residual": False}),
     "llama-model": ("Llama", "Model", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "llama-classifier": ("Llama", "ForSequenceClassification", LLAMA),
     "qwen3-classifier": ("Qwen3", "ForSequenceClassification", LLAMA),
     "opt-after": ("OPT", "ForCausalLM", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 10}),
-    "opt-model": ("OPT", "Model", OPT),
-    "t5-relu": ("T5", "EncoderModel", T5),
+    "opt-model": ("OPT", "Model", OPT), "t5-relu": ("T5", "EncoderModel", T5),
     "t5-decoder": ("T5", "ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
     "vit-model": ("ViT", "Model", {**VIT, "image_size": (12, 20)}),
     "falcon-serial": ("Falcon", "ForCausalLM", {**FALCON, **ONE_BY_ONE}),
     "falcon-model": ("Falcon", "Model", {**FALCON, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1}),
     "modernbert-classifier": ("ModernBert", "ForSequenceClassification", MODERNBERT),
-    "whisper-classifier": ("Whisper", "ForAudioClassification", WHISPER),
-    "clip-text": ("CLIPText", "Model", TEXT),
+    "whisper-classifier": ("Whisper", "ForAudioClassification", WHISPER), "clip-text": ("CLIPText", "Model", TEXT),
     "clip-images": ("CLIPVision", "Model", {**IMAGES, "image_size": 15}),
 }  # fmt: skip
 FAMILIES = [name for name in MODELS if "-" not in name]
