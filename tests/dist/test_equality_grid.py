@@ -37,6 +37,7 @@ ONE_KEY = {"group_query_attention": True, "num_query_groups": 1}
 EIGHT_HEADS = {"num_attention_heads": 8}
 UNEVEN = {"num_attention_heads": 6, "kv_channels": 4}  # on four ranks, or two key heads on three
 SEVEN = {"num_attention_heads": 7, "kv_channels": 2}
+ODD_HEADS = {"num_attention_heads": 15, "kv_channels": 2, "group_query_attention": True, "num_query_groups": 5}
 NORMED = {"qk_layernorm": True}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 PLAIN_LLAMA = {**ROPE, **UNTIED, "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
@@ -87,6 +88,8 @@ ULYSSES = [
     Case(sp=2, mode="chunked", model={"attention_dropout": 0.2, **DROP}, kernels=QKV),  # nothing kept: attention is repeated, too
     Case(sp=3, ragged=True, mode="chunked", dp=2, micro_batches=2, steps=2),
     Case(sp=4, seq=5, batch=1), Case(sp=4, seq=3, mode="chunked", model=ROPE),  # one rank has nothing but padding
+    *(Case(sp=4, mode=mode, seq=4, batch=4, model={"kv_channels": 4}) for mode in MODES),  # no shape can give a mistake away
+    *(Case(sp=sp, mode="chunked", chunks=3, seq=2 * sp + 1, model=ODD_HEADS) for sp in (2, 4)),
     Case(sp=2, dp=2, micro_batches=2, steps=3), Case(sp=4, mode="chunked", dtype=torch.float32, steps=2),
     *(Case(tp=2, sp=2, tp_seq=seq, mode=mode, model=DROP, steps=1) for seq in (False, True) for mode in MODES),
     Case(tp=2, sp=2, tp_seq=True, seq=7, mode="chunked", model=LLAMA, kernels=FULL),

@@ -86,7 +86,8 @@ _SOUND: dict[str, list[str]] = {
         "ckpt prune RUN --keep-last 2 --dry-run", "convert --from auto --input RUN --output OUT --to hf",
         "convert --from hf --input DIR --output OUT --to megatron_sp --vocab-size 60",
         "schedule show auto --model DIR --cost 2 8", "schedule check FILE --model DIR", "ckpt merge RUN --output OUT"],
-    "generate.py": ["--load RUN --prompt '1 2 3' --max-new-tokens 2 --temperature 0.5 --top-k 3 --seed 3 --num-samples 1 --num-threads 1 --device cpu"],
+    "generate.py": ["--load RUN --prompt '1 2 3' --max-new-tokens 2 --temperature 0.5"
+        " --top-k 3 --seed 3 --num-samples 1 --num-threads 1 --device cpu"],
     "evaluate.py": ["--load RUN --data-path DATA --seq-length 16 --stride 8 --limit 2 --device cpu",
         "--load RUN --text INTEGERS --limit 1 --batch-size 2 --num-threads 1 --device cpu"],
     "fill_mask.py": ["--load RUN --text [MASK] --top 3 --device cpu"],
