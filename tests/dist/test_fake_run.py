@@ -41,10 +41,9 @@ def _load_dynamo() -> None:
 
 
 def few(groups: list[Any], number: int) -> list[Any]:
-    """Groups of layouts, of which so many, evenly spread, are in every run; the others are long."""
+    """Groups of layouts, of which about so many, evenly spread, are in every run; the others are long."""
     step = len(groups) // number
-    plain = [group.values[0] if hasattr(group, "values") else group for group in groups]
-    return [group if index % step == 0 else pytest.param(group, marks=pytest.mark.long) for index, group in enumerate(plain)]
+    return [group if index % step == 0 else pytest.param(group, marks=pytest.mark.long) for index, group in enumerate(groups)]
 
 
 def config_of(case: Layout, shape: dict[str, Any], batch: int) -> Config:

@@ -25,7 +25,7 @@ def _members(group: dist.ProcessGroup) -> list[int]:
 
 def _layout(tp: int, sp: int, cp: int, pp: int, check: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp, cp_size=cp, pp_size=pp, check=check)
+    groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp, cp_size=cp, pp_size=pp, check=check)
     places = torch.arange(world).view(pp, -1, cp, sp, tp)
     pp_rank, dp_rank, cp_rank, sp_rank, tp_rank = (int(at) for at in (places == rank).nonzero()[0])
     assert _members(groups.tp) == places[pp_rank, dp_rank, cp_rank, sp_rank].tolist()
@@ -48,41 +48,23 @@ def _layout(tp: int, sp: int, cp: int, pp: int, check: bool) -> None:
     for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.pp, groups.dp_cp_sp, groups.pp_tp, groups.ends):
         if group is not None:
             assert float(all_reduce(torch.tensor([float(rank)]), group)) == sum(_members(group))
+        if group is not None and group.size() > 1 and not check:  # the time that run_ranks gave the world
+            assert group._get_backend(CPU).options._timeout == timedelta(seconds=PATIENCE_S)
     groups.destroy()
 
 
-@pytest.mark.parametrize(
-    "world, tp, sp, cp, pp", [
-        (1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (4, 1, 1, 1, 1), (4, 2, 1, 1, 1), (4, 1, 2, 1, 1), (4, 2, 2, 1, 1),
-        (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (3, 1, 1, 3, 1), (4, 1, 1, 2, 1), (4, 2, 1, 2, 1), (4, 1, 2, 2, 1), (8, 2, 2, 2, 1),
-        (6, 1, 1, 3, 1), (2, 1, 1, 1, 2), (4, 1, 1, 1, 2), (4, 2, 1, 1, 2), (6, 1, 1, 1, 3), (6, 2, 1, 1, 3), (8, 1, 2, 2, 2),
-        (8, 2, 1, 1, 2),
-    ]
-)  # fmt: skip
-def test_members(tmp_path: Path, world: int, tp: int, sp: int, cp: int, pp: int) -> None:
+@pytest.mark.parametrize("world, tp, sp, cp, pp", [
+    (1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (4, 2, 2, 1, 1), (4, 2, 1, 1, 1), (4, 1, 2, 1, 1),
+    (3, 1, 1, 3, 1), (4, 1, 1, 2, 1), (4, 2, 1, 2, 1), (4, 1, 2, 2, 1), (8, 2, 2, 2, 1), (2, 1, 1, 1, 2), (4, 2, 1, 1, 2),
+    (6, 1, 1, 1, 3), (6, 2, 1, 1, 3), (8, 1, 2, 2, 2),
+])  # fmt: skip
+def test_members_and_their_timeout(tmp_path: Path, world: int, tp: int, sp: int, cp: int, pp: int) -> None:
     run_ranks(_layout, world, tmp_path, tp, sp, cp, pp, False)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_members_of_checked_groups(tmp_path: Path, pp: int) -> None:
     run_ranks(_layout, 4 * pp, tmp_path, 1, 2, 2, pp, True)
-
-
-def _timeouts(tp: int, sp: int, cp: int, pp: int) -> None:
-    groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp, cp_size=cp, pp_size=pp)
-    for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.pp, groups.dp_cp_sp, groups.pp_tp, groups.ends):
-        if group is not None and group.size() > 1:
-            assert group._get_backend(CPU).options._timeout == timedelta(seconds=PATIENCE_S)  # what run_ranks gave the world
-
-
-@pytest.mark.parametrize(
-    "world, tp, sp, cp, pp", [
-        (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (4, 2, 2, 1, 1), (4, 2, 1, 1, 1), (4, 1, 2, 1, 1), (2, 1, 1, 2, 1), (4, 1, 1, 2, 1),
-        (3, 1, 1, 1, 3), (4, 2, 1, 1, 2), (4, 1, 1, 1, 2),
-    ]
-)  # fmt: skip
-def test_every_group_has_the_timeout_of_the_job(tmp_path: Path, world: int, tp: int, sp: int, cp: int, pp: int) -> None:
-    run_ranks(_timeouts, world, tmp_path, tp, sp, cp, pp)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
