@@ -388,41 +388,6 @@ def test_partial_gradients_are_rounded_once_and_added_in_the_order_of_the_plan(t
     run_ranks(_sums, 4, tmp_path)
 
 
-# derivatives
-
-
-def _total(x: Tensor) -> float:
-    total = x.detach().double().sum()
-    dist.all_reduce(total)
-    return float(total)
-
-
-def _derivatives() -> None:
-    """The transpose of what is linear, v -> out; and differences along one direction of all inputs of all ranks."""
-    for case in ORDERED[:4]:
-        tensors, cp = case.tensors(), cp_of(case)
-        plan = case.plan(cp.size)
-        q, kv, d_out = (x[positions(plan, cp.rank)] for x in tensors)
-
-        def loss(q: Tensor, kv: Tensor) -> Tensor:
-            return (context_attention(q, kv, plan, cp, case.kernel, batch=case.b, counts=case.counts).out * d_out).sum()  # noqa: B023
-
-        q, kv = q.clone().requires_grad_(), kv.clone().requires_grad_()
-        value = loss(q, kv)
-        value.backward()
-        assert q.grad is not None and kv.grad is not None
-        assert abs(_total(value) - _total(kv[:, :, 1] * kv.grad[:, :, 1])) <= 1e-12 * max(1.0, abs(_total(value)))
-        along, step = (randn(*q.shape, seed=5 + cp.rank), randn(*kv.shape, seed=6 + cp.rank)), 1e-5
-        with torch.no_grad():
-            ahead, behind = (_total(loss(q + sign * step * along[0], kv + sign * step * along[1])) for sign in (1, -1))
-        slope = _total((q.grad * along[0]).sum() + (kv.grad * along[1]).sum())
-        assert abs((ahead - behind) / (2 * step) - slope) <= 1e-7 * max(1.0, abs(slope))
-
-
-def test_gradients_are_derivatives(tmp_path: Path) -> None:
-    run_ranks(_derivatives, 3, tmp_path)
-
-
 # what is kept, and what is not sent
 
 

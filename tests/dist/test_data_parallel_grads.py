@@ -1,9 +1,11 @@
-"""Data parallel: gradients summed over ranks are those of one process with all the micro-batches, whoever got which tokens."""
+"""Data parallel: gradients are those of one process whoever has how many loss tokens, with frozen units, and as soon as they may be.
+
+Layouts, models and recomputation are in test_equality_grid.py.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,48 +18,29 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.parallel.recompute import recompute
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2 with dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.1},
-    "llama": {
-        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
-        "untie_embeddings_and_output_weights": True,
-    },
-}  # fmt: skip
-
-recompute(torch.sin, torch.ones(1, requires_grad=True))  # torch imports much on the first call: before the fork, not in every rank
+CONFIG = tiny.shape(hidden_dropout=0.2, attention_dropout=0.1)
 
 
-def share(name: str, rank: int, world_size: int, step: int) -> list[tiny.Batch]:
+def share(rank: int, world_size: int, step: int) -> list[tiny.Batch]:
     """Micro-batches of one rank: other tokens, another number of loss tokens on each, and on rank 1 none at all."""
-    config = tiny.shape(**SHAPES[name])
     mask = 0.0 if rank == 1 else 0.3 + 0.2 * rank
-    return [tiny.make_batch(config, seed=100 * step + 10 * rank + i, mask=mask) for i in range(2 if world_size < 3 else 1)]
+    return [tiny.make_batch(CONFIG, seed=100 * step + 10 * rank + i, mask=mask) for i in range(2 if world_size < 3 else 1)]
 
 
-def everything(name: str, world_size: int, step: int) -> list[tiny.Batch]:
-    return [batch for rank in range(world_size) for batch in share(name, rank, world_size, step)]
-
-
-def num_tokens(batches: list[tiny.Batch]) -> float:
-    return float(sum(b["loss_mask"].sum() for b in batches))
-
-
-def _steps(name: str, overlap: bool, kernels: dict[str, Any]) -> None:
+def _steps(overlap: bool) -> None:
     """Two steps; each step's loss, gradients and norm, and the weights at the end."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     groups = ParallelGroups.create(torch.device("cpu"))
-    config = tiny.shape(**SHAPES[name])
-    sharded, alone = tiny.make_model(config, **kernels), tiny.make_model(config)
+    sharded, alone = tiny.make_model(CONFIG), tiny.make_model(CONFIG)
     ours, reference = tiny.flatten(sharded, groups.dp_cp_sp, overlap), tiny.flatten(alone)
     settings = OptimizerConfig(optimizer="sgd", clip_grad=0.05)  # momentum, decay and clipping all on
     optimizers = FlatOptimizer(ours.units, settings), FlatOptimizer(reference.units, settings)
     for step in range(2):
-        whole = everything(name, world_size, step)
-        scale = 1 / num_tokens(whole)
+        whole = [batch for of_rank in range(world_size) for batch in share(of_rank, world_size, step)]
+        scale = 1 / float(sum(batch["loss_mask"].sum() for batch in whole))
         want = tiny.reference_step(alone, whole, scale)
-        got = tiny.run_step(sharded, ours, share(name, rank, world_size, step), scale)
+        got = tiny.run_step(sharded, ours, share(rank, world_size, step), scale)
         dist.all_reduce(got["loss"])  # type: ignore[arg-type]
         assert_law(got, want, FP64)
         tiny.run_step(alone, reference, whole, scale)
@@ -77,25 +60,9 @@ def _same_bits_everywhere(gradients: FlatGradients) -> None:
             assert all(torch.equal(p, buffer) for p in parts)
 
 
-LESS_OFTEN = [("gpt2 with dropout", 4), ("llama", 3)]
-
-
-@pytest.mark.parametrize(
-    "name, world_size",
-    [pytest.param(n, size, marks=pytest.mark.long if (n, size) in LESS_OFTEN else ()) for n in SHAPES for size in (1, 2, 3, 4)],
-)
-def test_two_steps_are_those_of_one_process(tmp_path: Path, world_size: int, name: str) -> None:
-    run_ranks(_steps, world_size, tmp_path, name, True, {})
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_without_overlap(tmp_path: Path, name: str) -> None:
-    run_ranks(_steps, 2, tmp_path, name, False, {})
-
-
-@pytest.mark.parametrize("how", ["selective", "uniform 2", "block 1"])
-def test_with_recomputation(tmp_path: Path, how: str) -> None:
-    run_ranks(_steps, 2, tmp_path, "gpt2 with dropout", True, tiny.RECOMPUTE[how])
+@pytest.mark.parametrize("world_size, overlap", [(1, True), (2, False), (3, True)])
+def test_two_steps_are_those_of_one_process(tmp_path: Path, world_size: int, overlap: bool) -> None:
+    run_ranks(_steps, world_size, tmp_path, overlap)
 
 
 def _frozen(frozen: str) -> None:

@@ -15,7 +15,6 @@ from support.ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.verify.verify import verify
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
@@ -116,27 +115,6 @@ def check(name: str, seq: bool) -> None:
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "llama")])  # all as presets
 def test_the_split_model_is_the_whole_one(tmp_path: Path, name: str, seq: bool) -> None:
     run_ranks(check, 2, tmp_path, name, seq)
-
-
-def drop_each(name: str, seq: bool) -> None:
-    make, write = MODELS[name]
-    groups = ParallelGroups.create(torch.device("cpu"), tp_size=dist.get_world_size())
-    s = schedule(make(), Mesh.of(groups))
-    write(s, seq)
-    lines = [i for i, d in enumerate(s.directives) if d.do == "sync"]
-    assert len(lines) == 2
-    for line in lines:
-        mutant = schedule(make(), Mesh.of(groups))
-        mutant.directives = [d for i, d in enumerate(s.directives) if i != line]
-        verdict = verify(mutant.model, mutant.directives, mutant.mesh, 1, batch())
-        path = s.directives[line].on.replace("*", "1")
-        assert not verdict.ok and f"add s[{path!r}].sync('fwd_pre', 'copy'" in verdict.why
-        assert "(E6)" in verdict.why
-
-
-@pytest.mark.parametrize("name", ["llama"])
-def test_a_sync_that_is_dropped_is_found(tmp_path: Path, name: str) -> None:
-    run_ranks(drop_each, 2, tmp_path, name, False)
 
 
 def first_block(text: str) -> None:

@@ -106,19 +106,3 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_on_four_ranks(tmp_path: Path) -> None:
     run_ranks(check, 4, tmp_path, FOUR, 1)
-
-
-def verify_gradients(cases: list[Case]) -> None:
-    for name, tp, sp, seq, stage, _ in cases:
-        write = MODELS[name][1]
-        s = schedule(make(name), Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp)))
-        if tp > 1:
-            write(s, seq)
-        s.ulysses()
-        s.zero(stage)
-        s.verify(hf_batch(8))
-
-
-@pytest.mark.long
-def test_every_gradient(tmp_path: Path) -> None:
-    run_ranks(verify_gradients, 4, tmp_path, FOUR)
