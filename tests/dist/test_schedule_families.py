@@ -1,4 +1,4 @@
-"""Presets: models of transformers, unchanged, split as their families' presets say, compute what they did; so do their gradients."""
+"""Presets beside their layouts (test_schedule_grid.py): files, what they refuse, transformers' own plans, dropout, every line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.preset_models import FAMILIES, MODELS, batch_of, covers, make
+from support.preset_models import FAMILIES, batch_of, make
 from support.ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -16,82 +16,9 @@ from megatron_sp.schedule import Mesh, Schedule, schedule
 from megatron_sp.schedule.presets import auto, from_hf_plan
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
-#: name -> (what auto() is told, changes of the configuration)
-Mode = tuple[dict[str, Any], dict[str, Any]]
-MODES: dict[str, Mode] = {
-    "tp": ({}, {}),
-    "tp_seq": ({"seq": True}, {}),
-    "recompute": ({"seq": True, "recompute": True}, {}),
-}  # fmt: skip
-MORE: dict[str, Mode] = {
-    "eager": ({"seq": True}, {"attn_implementation": "eager"}),
-    "tp, recompute": ({"recompute": True}, {}),
-    "keep_gathered": ({"seq": True, "recompute": "keep_gathered"}, {}),
-    "whole vocabulary": ({"vocab": False}, {}),
-}
-FEW: Mode = ({"seq": True, "recompute": True}, {"num_key_value_heads": 1})
-
-
-SP: dict[str, Mode] = {  # zero: not for auto(), but a line more
-    "sp": ({"sp": 2}, {}),
-    "zero": ({"sp": 2, "seq": True, "recompute": True, "zero": 3}, {}),
-}  # fmt: skip
-
 
 def mesh(sp: int = 1) -> Mesh:
     return Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=dist.get_world_size() // sp, sp_size=sp))
-
-
-def equal(cases: list[tuple[str, Mode]]) -> None:
-    meshes = {sp: mesh(sp) for sp in (1, 2)}
-    for name, (options, changes) in cases:
-        plain = {key: value for key, value in options.items() if key != "zero"}
-        try:
-            s = auto(make(name, **changes), meshes[options.get("sp", 1)], **plain)
-            if "zero" in options:
-                s.zero(options["zero"])
-            s.verify(batch_of(name))
-        except Exception as error:
-            raise AssertionError(f"{name}, {options}, {changes}") from error
-
-
-def run_cases(tmp_path: Path, ranks: int, cases: list[tuple[str, Mode]]) -> None:
-    for name in {name for name, _ in cases}:
-        make(name)  # its module is imported once, before the fork
-    run_ranks(equal, ranks, tmp_path, cases)
-
-
-@pytest.mark.long
-def test_presets_change_nothing(tmp_path: Path) -> None:
-    cases = [(name, MODES["recompute"]) for name in FAMILIES] + [(name, MODES["tp"]) for name in list(FAMILIES)[::3]]
-    cases += [("t5-decoder", MODES["recompute"])]
-    run_cases(tmp_path, 2, [*cases, ("qwen3", FEW), ("qwen3", SP["zero"]), ("vit", SP["sp"])])
-
-
-@pytest.mark.long
-def test_tp_alone_changes_nothing(tmp_path: Path) -> None:
-    run_cases(tmp_path, 2, [(name, MODES["tp"]) for name in FAMILIES])
-
-
-@pytest.mark.long
-def test_other_heads_and_options_change_nothing(tmp_path: Path) -> None:
-    others = [(name, mode) for name in MODELS if name not in FAMILIES for mode in MODES.values()]
-    more = [(name, mode) for name in FAMILIES for mode in (MODES["tp_seq"], *MORE.values())]
-    run_cases(tmp_path, 2, [*others, *more, ("llama", FEW)])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_with_ulysses_and_zero(tmp_path: Path, ranks: int) -> None:
-    names = [name for name in MODELS if covers(name, sp=2, tp=ranks // 2, seq=True)]
-    run_cases(tmp_path, ranks, [(name, mode) for name in names for mode in SP.values()])
-
-
-@pytest.mark.long
-def test_on_four_ranks(tmp_path: Path) -> None:
-    cases = [(name, mode) for name in MODELS for mode in (MODES["tp"], MODES["recompute"]) if covers(name, tp=4, seq="seq" in mode[0])]
-    eight: Mode = ({"seq": True}, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6})
-    run_cases(tmp_path, 4, [*cases, ("llama", FEW), ("llama", eight), ("qwen3", eight)])
 
 
 # files
@@ -184,10 +111,10 @@ def gradients(s: Schedule, name: str, *, theirs: bool) -> dict[str, torch.Tensor
     return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
-def with_dropout(names: list[str]) -> None:
-    m = mesh()
+def with_dropout(names: list[str], sp: int) -> None:
+    m = mesh(sp)
     for name in names:
-        for seq in (False, True):
+        for seq in (False, True) if sp == 1 else (False,):
             found = [  # each rank computes the whole loss, so that it shows where ranks differ
                 gradients(auto(make(name, **drop(name, 0.3, seq)), m, seq=seq, recompute=ours, vocab=False), name, theirs=theirs)
                 for ours, theirs in ((False, False), (True, False), (False, True))
@@ -199,16 +126,11 @@ def with_dropout(names: list[str]) -> None:
 
 
 @pytest.mark.long  # tests/dist/test_schedule_dropout.py is about the masks themselves
-def test_dropout_is_alike_where_ranks_agree_and_in_recomputation(tmp_path: Path) -> None:
-    run_ranks(with_dropout, 2, tmp_path, ["gpt2", "t5"])
-
-
-@pytest.mark.long
-def test_dropout_of_the_other_families(tmp_path: Path) -> None:
-    names = [name for name in FAMILIES if name not in ("gpt2", "t5")]
+@pytest.mark.parametrize(("names", "sp"), [(FAMILIES, 1), (["bert", "gpt2", "opt", "bert-classifier"], 2)], ids=["tp", "sp"])
+def test_dropout_is_alike_where_ranks_agree_and_in_recomputation(tmp_path: Path, names: list[str], sp: int) -> None:
     for name in names:
         make(name)
-    run_ranks(with_dropout, 2, tmp_path, names)
+    run_ranks(with_dropout, 2, tmp_path, names, sp)
 
 
 # every line of a preset is needed

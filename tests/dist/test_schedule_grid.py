@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.preset_models import MODELS, batch_of, covers, make
+from support.preset_models import FAMILIES, MODELS, batch_of, covers, make
 from support.ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -32,6 +32,8 @@ class Case(NamedTuple):
     layout: Layout
     zero: int = 0
     recompute: bool | str = False
+    changes: dict[str, Any] = {}  # of the configuration
+    vocab: bool = True
 
 
 TP, TP_SEQ, SP = Layout(tp=2), Layout(tp=2, seq=True), Layout(sp=2)
@@ -58,7 +60,7 @@ def equal(cases: list[Case]) -> None:
         tp, sp, seq = case.layout
         if (tp, sp) not in meshes:
             meshes[tp, sp] = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp))
-        s = auto(make(case.name), meshes[tp, sp], seq=seq, recompute=case.recompute)
+        s = auto(make(case.name, **case.changes), meshes[tp, sp], seq=seq, recompute=case.recompute, vocab=case.vocab)
         if case.zero:
             s.zero(case.zero)
         try:
@@ -93,33 +95,16 @@ def test_every_layout(tmp_path: Path, name: str, ranks: int) -> None:
     run_cases(tmp_path, ranks, cases_of(name, ranks))
 
 
-def with_dropout(names: list[str]) -> None:
-    """Dropout that is drawn again in recomputation, and otherwise on each rank of sp, gives the same gradients with and without it."""
-    mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=1, sp_size=2))
-    for name in names:
-        found = []
-        for recompute in (False, True):
-            config = make(name).config.to_dict()
-            rates: dict[str, Any] = {key: 0.3 for key, value in config.items() if "drop" in key and value == 0.0 and key != "layerdrop"}
-            s = auto(make(name, **rates), mesh, recompute=recompute)
-            model: Any = s.apply().double()
-            assert any(d.do == "rng" and d.args["axis"] == "sp" for d in s.directives), name
-            torch.manual_seed(5)
-            loss = model(**batch_of(name)).loss
-            alike = loss.detach().clone().repeat(2, 1)
-            dist.broadcast(alike[0], 0)
-            assert alike[0] == loss
-            loss.backward()
-            assert s.applied is not None
-            s.applied.finish_backward()
-            found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
-        for key, grad in found[0].items():
-            torch.testing.assert_close(found[1][key], grad, rtol=1e-10, atol=1e-12, msg=f"{name}: {key}")
+ONE_KEY, EIGHT = {"num_key_value_heads": 1}, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6}
 
 
 @pytest.mark.long
-def test_dropout_over_sp(tmp_path: Path) -> None:
-    names = ["bert", "gpt2", "opt", "bert-classifier"]
-    for name in names:
-        make(name)
-    run_ranks(with_dropout, 2, tmp_path, names)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_other_attention_heads_and_vocabularies(tmp_path: Path, ranks: int) -> None:
+    cases = [Case("llama", Layout(tp=ranks, seq=True), 0, True, ONE_KEY)]
+    if ranks == 2:
+        cases += [Case(name, TP_SEQ, changes={"attn_implementation": "eager"}) for name in FAMILIES]
+        cases += [Case(name, TP, vocab=False) for name in FAMILIES] + [Case("qwen3", TP_SEQ, 0, True, ONE_KEY)]
+    else:
+        cases += [Case(name, Layout(tp=4, seq=True), changes=EIGHT) for name in ("llama", "qwen3")]
+    run_cases(tmp_path, ranks, cases)
