@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.kernel_selection import choose_attention, slowest
-from megatron_sp.training.setup import layout_groups
+from megatron_sp.training.setup import dtype_of, layout_groups
 
 Candidate = tuple[OverlapMode, int]
 Split = tuple[int, int]  # sizes of sp and cp
@@ -74,6 +75,26 @@ def choose_split(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> 
     sp, cp = min(best, key=lambda split: best[split])
     listed = ", ".join(f"{words_for_split(split)} {1e3 * seconds:.1f} ms" for split, seconds in best.items())
     return sp, cp, f"--cp-comm-type auto: {words_for_split((sp, cp))} (attention of one block: {listed})"
+
+
+def settle_split(
+    config: Config, groups: ParallelGroups, stored: Any, record: dict[str, Any], tell: Callable[[str], None]
+) -> ParallelGroups:
+    """Set sp and cp, as in the stored layout if it differs from ``record`` in nothing else; return their groups."""
+    ranks, others = config.parallel.context_parallel_size, {k: v for k, v in record.items() if k not in ("sp", "cp")}
+    kept = split_from(stored, ranks) if isinstance(stored, dict) and others.items() <= stored.items() else None
+    if kept is not None:
+        sp, cp = kept
+        tell(f"--cp-comm-type auto: {words_for_split(kept)}, as before the resume")
+    else:
+        sp, cp, report = choose_split(config, groups, dtype_of(config))
+        tell(report)
+    config.parallel = with_split(config, sp, cp).parallel
+    if (sp, cp) == (1, ranks):
+        return groups
+    groups.destroy()
+    check = config.parallel.check_collectives
+    return layout_groups(config, groups.device, check=check, control=groups.control)
 
 
 def splits(config: Config, world_size: int) -> list[Split]:

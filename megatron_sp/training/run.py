@@ -45,7 +45,7 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.parts import Origin, Run, RunContext, RunData, RunLayout, StepPlan
 from megatron_sp.training.report import StepReporter, announce
 from megatron_sp.training.resume_point import find_resume_point
-from megatron_sp.training.setup import dtype_of, expert_parallel, layout_groups
+from megatron_sp.training.setup import dtype_of, expert_parallel
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.step import StepOptions, StepParts, TrainStep
 from megatron_sp.training.train_state import Progress, SampleHistory, TrainState, is_ahead
@@ -297,27 +297,12 @@ def _about_whole_set(name: str, samples: int, batch: int) -> str:
 
 def choose_split(context: RunContext, origin: Origin | None) -> RunContext:
     """Resolve --cp-comm-type auto, as in the checkpoint if the same ranks share a sequence there. Collective."""
-    config, groups = context.config, context.groups
-    if not config.parallel.measures_split:
+    if not context.config.parallel.measures_split:
         return context
-    from megatron_sp.config.rules_layout import with_split
-    from megatron_sp.training import probe
+    from megatron_sp.training.probe import settle_split
 
-    ranks = config.parallel.context_parallel_size
     before = None if origin is None else origin.stored.get("layout")
-    others = {key: value for key, value in _layout_record(context).items() if key not in ("sp", "cp")}
-    kept = probe.split_from(before, ranks) if isinstance(before, dict) and others.items() <= before.items() else None
-    if kept is not None:
-        sp, cp = kept
-        context.console.line(f"--cp-comm-type auto: {probe.words_for_split(kept)}, as before the resume")
-    else:
-        sp, cp, report = probe.choose_split(config, groups, dtype_of(config))
-        context.console.line(report)
-    config.parallel = with_split(config, sp, cp).parallel
-    if (sp, cp) != (1, ranks):
-        groups.destroy()
-        check = config.parallel.check_collectives
-        groups = layout_groups(config, groups.device, check=check, control=groups.control)
+    groups = settle_split(context.config, context.groups, before, _layout_record(context), context.console.line)
     return replace(context, groups=groups, sizes="timed")
 
 
