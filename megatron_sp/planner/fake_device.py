@@ -34,7 +34,7 @@ from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.nobody import Call, join_nobody, put
 from megatron_sp.ops.kernels.launch import Launch
 from megatron_sp.planner.timeline import Event, Moved, Product, cost_of, size_of, tensors_of
-from megatron_sp.training import sequences
+from megatron_sp.training import microbatches
 
 Kind = Literal["cpu", "cuda"]
 CAPABILITY = (9, 0)
@@ -291,7 +291,7 @@ class FakeDevice(TorchDispatchMode):
         return lambda: self.events.append(Event(None, number, is_wait=True))
 
     def compare(self, micro_batches: Any, groups: Any) -> None:
-        """Stand for ``sequences.require_same_sequences``, which reads what all ranks say."""
+        """Stand for ``microbatches.require_same_sequences``, which reads what all ranks say."""
         if max(groups.cp.size(), groups.pp.size()) > 1:
             all_reduce(torch.empty(2 * groups.dp_size, dtype=torch.int64, device=_META), groups.world)
 
@@ -416,7 +416,7 @@ def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1
     with ExitStack() as undo:
         _replace_all(device, undo)
         join_nobody(undo, world_size, rank, "nccl" if kind == "cuda" else "gloo", device.send)
-        put(undo, sequences, "require_same_sequences", device.compare)
+        put(undo, microbatches, "require_same_sequences", device.compare)
         with device:
             yield device
 

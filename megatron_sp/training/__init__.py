@@ -5,16 +5,15 @@ The core, in reading order:
     step.py             one optimizer step: micro-batches in, one update out
     parts.py            what a run consists of
     run.py              its parts, in the order in which they are built; what may fail where
-    microbatches.py     global batch size and its ramp-up
+    microbatches.py     global batch size, its ramp-up; rows of each rank, and that sharers read the same
     train_state.py      what a checkpoint holds, and how it is restored; digests of the last steps' samples
     pipelined.py        a step's forward and backward passes where the model is cut into stages
     graphs.py           steps captured in CUDA graphs: when, whether, and their replays (--cuda-graphs)
 
 Before the first step:
     setup.py            device, threads, process group, run folder, exit codes
-    resume_point.py     which checkpoint to start from, if any
+    resume_point.py     which checkpoint to start from, if any, and how it is loaded
     resume.py           whose model is trained; schedule, data and tokenizer must be those of the checkpoint
-    sequences.py        which rank reads which sequences (--balance-rows), and that sharers have read the same ones
     sharding.py         the model becomes flat units, one by one; all ranks have the same initial model
     kernel_selection.py --attention-backend, --fused-kernels: which kernels run
     probe.py            --sp-overlap-mode auto measures

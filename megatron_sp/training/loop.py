@@ -124,7 +124,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
                 raise
             signals.speaks = False  # the launcher's SIGTERM is about the same
             if saves is not None:
-                saves.abandon()
+                saves.peer_is_lost = True
             if is_lost:
                 raise
             raise errors.PeerError(peers.explain(error, run_dir, watchdog.place)) from error
@@ -233,7 +233,7 @@ def _take_steps(run: Run, saves: Saves | None) -> str:
                 run.reporter.pause_ended()
             if is_last:
                 break
-            if saves is not None and saves.is_due():
+            if saves is not None and saves.interval.is_due(step):
                 saves.save()
                 if preempted := _who_stops(run):
                     return preempted

@@ -129,7 +129,7 @@ class PipelinedPasses:
         self._to_come = Counter(
             action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last
         )
-        units = model.units()  # type: ignore[operator]
+        units = self._model.units()
         self._blocks = [index for index, unit in enumerate(units) if unit.alike]
         self._shared = [index for index, unit in enumerate(units) if not unit.alike]
         order: list[int] = []

@@ -46,27 +46,26 @@ _KEPT = "older checkpoints are as they were"
 
 
 class Saves:
-    """The checkpoints that a run with --save writes. Collective but for ``poll``, ``abandon`` and ``close``."""
+    """The checkpoints that a run with --save writes. Collective but for ``poll`` and ``close``."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._context = run, run.context
         checkpoint, step = run.context.config.checkpoint, run.state.progress.step
         stored = {} if run.origin is None or run.origin.finetunes else run.origin.stored
-        self._interval = SaveInterval(
+        self.interval = SaveInterval(
             checkpoint, run.context.launch.world_size, run.context.groups.control, step, stored.get("save_interval")
         )  # fmt: skip
         self._write_s = 0.0
         # the checkpoint that the run resumes from is complete: a signal before the first step leaves nothing to write
         self.saved_step, self.failed = step if run.continues_own else -1, False
         self._stall_s, self._stalled_until = 0.0, 0.0
-        self._lost = self._closing = False
+        self.peer_is_lost = False  # so a save cannot complete: ``close`` waits for it only briefly
+        self._closing = False
         self._background: BackgroundSaves | None = None
         is_complete = run.context.config.batch.skip_train or step >= run.plan.train_iters
-        if checkpoint.async_save and checkpoint.save_interval and not is_complete:
-            self._background = self._reserve()
-
-    def _reserve(self) -> BackgroundSaves | None:
-        run, config, world_size = self._run, self._context.config, self._context.launch.world_size
+        if not checkpoint.async_save or not checkpoint.save_interval or is_complete:
+            return
+        config, world_size = run.context.config, run.context.launch.world_size
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         from megatron_sp.checkpoint.background import BackgroundSaves
         from megatron_sp.estimate.rough import copy_bytes
@@ -78,16 +77,13 @@ class Saves:
             self._context.console.line(
                 f"saving in the background is off: {problem}; training waits for each save, as with --no-async-save"
             )
-            return None
+            return
         self._context.console.line(
             f"saving in the background: {format_bytes(background.num_bytes)} of host memory on each rank are kept for"
             " the copy"
         )
         run.train_step.before_update = background.join
-        return background
-
-    def is_due(self) -> bool:
-        return self._interval.is_due(self._run.state.progress.step)
+        self._background = background
 
     def save(self) -> None:
         """Save this step, after waiting for the previous save."""
@@ -100,7 +96,7 @@ class Saves:
             self._context.watchdog.beat(f"copying step {step} for its save")
             background.start(step, *self._contents())
             self._stall_s, self._stalled_until = time.monotonic() - began, time.time()
-        decided = self._interval.saved(step, time.monotonic() - began, self._write_s)
+        decided = self.interval.saved(step, time.monotonic() - began, self._write_s)
         if decided is not None:
             self._context.console.line(decided)
         self._run.reporter.pause_ended()
@@ -119,7 +115,7 @@ class Saves:
 
     def poll(self) -> None:
         """Report the outcome of the background save, if it has ended."""
-        self._interval.step_begins()
+        self.interval.step_begins()
         if self._background is not None:
             self._note_background(self._background.poll())
 
@@ -128,10 +124,6 @@ class Saves:
             self._context.watchdog.beat("waiting for a save in the background")
             self._note_background(self._background.wait())
 
-    def abandon(self) -> None:
-        # a peer is lost, so the save cannot complete; ``close`` waits for it only briefly
-        self._lost = True
-
     def close(self) -> None:
         """Wait for a save in progress, however the run ends."""
         if self._background is None or not self._background.in_flight:
@@ -139,7 +131,7 @@ class Saves:
         self._closing = True
         self._context.watchdog.beat("waiting for a save in the background")
         try:
-            self._note_background(self._background.wait(_PATIENCE_S if self._lost else None))
+            self._note_background(self._background.wait(_PATIENCE_S if self.peer_is_lost else None))
         except Exception as error:  # the run ends with an error of its own
             self._context.console.line(f"warning: a save in the background has failed: {error}")
 
@@ -178,7 +170,7 @@ class Saves:
         state = run.state.to_json(
             self._context.config, run.plan.lr_schedule.state(), run.data.datasets.fingerprint, run.layout.record
         )  # fmt: skip
-        interval = self._interval.state()
+        interval = self.interval.state()
         return self._tensors(), state if interval is None else {**state, "save_interval": interval}
 
 

@@ -37,6 +37,7 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
+from megatron_sp.training import microbatches
 from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class TrainStep:
             digests: digests of each micro-batch's samples, float64 [b] on the host.
             places: their places in the global batch, int64 [b] on the host.
         """
-        _require_same_sequences(micro_batches, self.groups)
+        microbatches.require_same_sequences(micro_batches, self.groups)
         self.seed(step)
         if self.recorder is not None:
             self.recorder.start_step()
@@ -399,20 +400,13 @@ def _counts(loss: Loss, micro_batches: list[MicroBatch]) -> Tensor:
     return counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
 
 
-def _require_same_sequences(micro_batches: list[MicroBatch], groups: ParallelGroups) -> None:
-    if groups.cp.size() > 1 or groups.pp.size() > 1:  # these plan what they send and receive by their own masks
-        from megatron_sp.training.sequences import require_same_sequences
-
-        require_same_sequences(micro_batches, groups)
-
-
 @torch.no_grad()
 def evaluate_batches(
     model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups,
     weights: WholeWeights, pipeline: Pipeline | None = None,
 ) -> Tensor:  # fmt: skip
     """Return [sums..., counts...] over micro-batches, fp64, to be summed over ranks."""
-    _require_same_sequences(micro_batches, groups)
+    microbatches.require_same_sequences(micro_batches, groups)
     events = UnitWork(weights, None)
     counts = _counts(loss, micro_batches)
     sums = torch.zeros_like(counts)

@@ -41,12 +41,11 @@ from megatron_sp.parallel.layers import name_generator, shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.router_pass import RouterStep, Watched
 from megatron_sp.training.kernel_selection import use_of
-from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.training.microbatches import BatchPlan, require_same_sequences, row_dealer
 from megatron_sp.training.parts import Task
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline, count_pipelined
 from megatron_sp.training.probe import modes_to_try, words_for
 from megatron_sp.training.run import set_vocab_size
-from megatron_sp.training.sequences import require_same_sequences, row_dealer
 from megatron_sp.training.setup import expert_parallel
 from megatron_sp.training.sharding import build_sharded, named_parameters
 from megatron_sp.training.step import count_first, on_device, with_routers

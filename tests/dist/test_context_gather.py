@@ -19,7 +19,7 @@ from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.gather import agreed, last_position, whole_sequence
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.row_mask import RowMask
-from megatron_sp.training.sequences import require_same_sequences
+from megatron_sp.training.microbatches import require_same_sequences
 from megatron_sp.utils.errors import DataError
 
 __all__ = ["plain_context"]

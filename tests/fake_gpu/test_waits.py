@@ -98,7 +98,6 @@ _ORDERING = {"wait", "wait_event", "wait_stream", "synchronize", "record", "reco
 _FOLDERS = ("checkpoint", "comm", "data", "inference", "models", "ops", "optim", "parallel", "tasks", "training")
 _THREADS, _SCHEDULES = "waits for a thread", "schedules of other people's models have it, which no program here trains"
 NOT_PASSED = {
-    "training/kernel_selection.py:run": "several attention kernels are timed, and the fake device has torch's alone",
     "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:_work": _THREADS, "training/saves.py:_finish": _THREADS,
     "training/saves.py:close": _THREADS, "training/signals.py:_watch": _THREADS,
     "parallel/mappings.py:_end": _SCHEDULES, "parallel/mappings.py:_gathered": _SCHEDULES,
@@ -106,7 +105,7 @@ NOT_PASSED = {
     "optim/weights.py:_start": "a unit that was fetched ahead and is not used", "optim/weights.py:_release": "the same",
     "parallel/attention_block.py:_qkv_projection": "its last wait: the weight is frozen",
     "training/report.py:_record": "makes a record", "training/report.py:_compare": "the same",
-    "training/run.py:_open_loader": "tells the loader to pin; that is passed",
+    "training/run.py:open_loader": "tells the loader to pin; that is passed",
 }  # fmt: skip
 
 

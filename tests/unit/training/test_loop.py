@@ -117,8 +117,12 @@ class Script:
 
     def poll(self) -> None: ...
 
-    def is_due(self) -> bool:
-        return self.save_interval is not None and self.progress.step % self.save_interval == 0
+    @property
+    def interval(self) -> Script:
+        return self
+
+    def is_due(self, step: int) -> bool:
+        return self.save_interval is not None and step % self.save_interval == 0
 
     def save(self) -> None:
         self.saved_step = self.progress.step

@@ -8,7 +8,7 @@ import pytest
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.data.dataset import Sample
-from megatron_sp.training.sequences import row_dealer, warning_about_documents
+from megatron_sp.training.microbatches import row_dealer, warning_about_documents
 from megatron_sp.utils.errors import ConfigError
 
 FLAGS = (
