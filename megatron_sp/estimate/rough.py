@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.flops import mlp_parameters, norm_widths
-from megatron_sp.estimate.layout import enough_micro_batches, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan, Moment
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.utils.numbers import round_up
@@ -68,6 +67,8 @@ class RoughRank:
 
     def _deal(self) -> None:
         """Set the layers of this rank, and its states: (layers between F and B, between B and W, has gradients)."""
+        from megatron_sp.estimate.layout import enough_micro_batches, layers_of_stages, pipeline_plan
+
         model, parallel = self.config.model, self.config.parallel
         plan = pipeline_plan(model, self.config.kernels, parallel, enough_micro_batches(parallel, self.count))
         of_stages, mine = layers_of_stages(model, parallel), plan.stages_of(self.rank)
