@@ -253,7 +253,7 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
         require_order_fits(config, samples)
         datasets = context.task.build_datasets(config, tokenizer, samples)
         if config.parallel.balance_rows:
-            from megatron_sp.training.sequences import row_dealer, warning_about_documents
+            from megatron_sp.training.microbatches import row_dealer, warning_about_documents
 
             warning = warning_about_documents(config, datasets.train)
             deal_rows = None if datasets.train is None else row_dealer(config, datasets.train, groups.dp_size)
