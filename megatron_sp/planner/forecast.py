@@ -134,14 +134,23 @@ def rough_seconds(rank: RoughRank, machine: Machine) -> float:
     filled = Product(rank.tokens, width, rank.h, 1, rank.e).seconds(gpu) / flops  # seconds of a FLOP
     products = 2.0 * rank.tokens * rank.layer[0] * filled
     if share:
-        rows = rank.tokens / rank.parts * model.moe_router_topk
-        products += share * 2.0 * rows * mlp_parameters(model, model.expert_ffn_size) * filled
+        of_experts = rank.tokens / rank.parts * model.moe_router_topk
+        products += share * 2.0 * of_experts * mlp_parameters(model, model.expert_ffn_size) * filled
     pairs = rank.queries * rank.all_tokens * model.seq_length * seen_share(model)
     attention = Scores(pairs, rank.d, rank.all_tokens, is_backward=False, is_older=False).seconds(gpu)
     (qkv, out), (wide, inner) = rank.heads, rank.mlp
     moved = (10 * rank.stream + 2 * (wide + inner) + 2 * (qkv + out)) / (gpu.memory_gbs * 1e9)
     forward = products + attention + moved
-    backward = 2 * products + 2.5 * attention * gpu.attention_forward_tflops / gpu.attention_backward_tflops + 2 * moved
+    # a part of the heads copies its rows of the weights, and adds those of their gradients (``split_projection.py``)
+    rows = rank.h * (rank.queries + 2 * rank.keys) * rank.sp * rank.d
+    of_parts = {"chunked": 2 * rank.wide + 2 * rank.e, "split-qkv": 2 * rank.wide + 4 * rank.e}
+    copied = rows * of_parts.get(parallel.overlap_mode, 0) / (gpu.memory_gbs * 1e9) * (rank.sp > 1)
+    backward = (
+        copied
+        + 2 * products
+        + 2.5 * attention * gpu.attention_forward_tflops / gpu.attention_backward_tflops
+        + 2 * moved
+    )
     again = rank.again
     repeated = again * (products + moved) + (again * attention if kernels.recompute_attention == "full" else 0)
     repeated += attention if kernels.recompute_granularity == "selective" else 0.0
@@ -180,8 +189,10 @@ def _inside(rank: RoughRank, machine: Machine, attention: float) -> tuple[float,
     if sp > 1:
         heads = (model.num_attention_heads or 0) + 2 * model.num_groups
         sent = rank.tokens * (heads + (model.num_attention_heads or 0)) / 2 / tp * rank.d * rank.e * (sp - 1) / sp
-        share = _EXPOSED.get(parallel.overlap_mode, 1 / (parallel.sp_head_chunks or 2))
-        add("all_to_all", "sp", sp, 2 * (2 + rank.again * (config.kernels.recompute_attention != "none")), sent, share)
+        parts = {"none": 1, "split-qkv": 2}.get(parallel.overlap_mode, parallel.sp_head_chunks or 2)
+        share = _EXPOSED.get(parallel.overlap_mode, 1 / parts)
+        times_sent = 2 + rank.again * (config.kernels.recompute_attention != "none")
+        add("all_to_all", "sp", sp, 2 * times_sent * parts, sent / parts, share)
     if ep > 1:
         share = rank.with_experts / len(rank.layers)
         rows = share * rank.tokens / rank.parts * min(model.moe_router_topk, ep) * (ep - 1) / ep

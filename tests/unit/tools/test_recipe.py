@@ -111,11 +111,11 @@ def test_every_variable_of_the_scripts_and_their_launcher_is_known_and_in_the_ta
 
 
 def test_a_dry_run_says_speed_time_and_cost_as_the_planner_does(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the modes of exchanges it counts the one that the rough form finds fastest; a run measures them."""
+    """Of the modes of exchanges it takes the fastest, as a run does."""
     argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
     assert run(argv, {**EIGHT, "DRY_RUN": "1", "PRICE_PER_GPU_HOUR": "2.5"}) == 0
     said = capsys.readouterr().out
-    layout = "--sp-size 8 --tp-size 1 --cp-size 1 --pp-size 1 --zero-stage 1 --sp-overlap-mode chunked --sp-head-chunks 4"
+    layout = "--sp-size 8 --tp-size 1 --cp-size 1 --pp-size 1 --zero-stage 1"
     assert cli.main([*f"plan --gpus 8 --gpu h100-80g --json {layout}".split(), *OWN]) == 0
     best = json.loads(capsys.readouterr().out)["best"][0]
     per_second, mode = best["tokens_per_second"], best["layout"]["mode"]
@@ -124,7 +124,7 @@ def test_a_dry_run_says_speed_time_and_cost_as_the_planner_does(capsys: pytest.C
     assert f"  time        {format_duration(seconds)} for 100 steps" in said
     assert f"  cost        {seconds / 3600 * 8 * 2.5:,.0f}, at 2.5 for an hour of a GPU" in said
     counted = f"{mode} x{best['layout']['chunks']}" if mode == "chunked" else mode
-    assert f"here it counts as {counted}, the fastest by prediction" in said and mode != "none"
+    assert f"here it counts as {counted}, the fastest by prediction" in said
 
 
 def test_a_dry_run_for_other_machines(capsys: pytest.CaptureFixture[str]) -> None:
