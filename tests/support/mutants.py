@@ -54,7 +54,7 @@ SUITES = {  # files; tests
     ),
     "bert": Suite(
         ("models/bert.py", "models/language_model.py"),
-        ("tests/unit/models/test_bert.py", "tests/unit/models/test_step_bert.py", f"{GRID}::test_bert",
+        ("tests/unit/models/test_bert.py", f"{GRID}::test_bert",
          "tests/integration/test_hugging_face.py"),
     ),
     "context": Suite(

@@ -23,8 +23,12 @@ NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "relu", "squared_relu"
 def test_values_and_gradients_are_the_formula(name: ActivationName, dtype: torch.dtype, tolerance: float) -> None:
     activation = Activation(name)
     u, grad = randn(8, 3, 5 * activation.width_factor, dtype=dtype) * 2, randn(8, 3, 5, seed=1, dtype=dtype)
+    strided = u.clone().transpose(0, 1).contiguous().transpose(0, 1)
     want = gradients(lambda i: reference.activation(name, i["u"]), leaves(u=u), grad)
-    assert_law({"out": activation.forward(u), "u": activation.backward_(grad.clone(), u)}, want, tolerance)
+    for given in (u, strided):
+        before = given.clone()
+        assert_law({"out": activation.forward(given), "u": activation.backward_(grad.clone(), given)}, want, tolerance)
+        assert torch.equal(given, before)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,23 +39,6 @@ def test_the_backward_pass_of_weighted_rows(name: ActivationName, dtype: torch.d
     want = gradients(lambda i: i["weights"] * reference.activation(name, i["u"]), leaves(u=u, weights=weights), grad)
     grad_u, out, of_weights = activation.weighted_backward_(grad.clone(), u, weights)
     assert_law({"out": out, "u": grad_u, "weights": of_weights[:, None]}, want, tolerance)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_inputs_are_left_as_they_were(name: ActivationName) -> None:
-    activation = Activation(name)
-    u, grad = randn(4, 6 * activation.width_factor), randn(4, 6, seed=1)
-    before = u.clone(), grad.clone()
-    activation.forward(u), activation.backward_(grad.clone(), u)
-    assert torch.equal(u, before[0]) and torch.equal(grad, before[1])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_strides_do_not_matter(name: ActivationName) -> None:
-    activation = Activation(name)
-    u, grad = randn(4, 6 * activation.width_factor, 3).transpose(1, 2), randn(4, 6, 3, seed=1).transpose(1, 2)
-    assert law_error(activation.forward(u), activation.forward(u.contiguous())) <= FP64  # SIMD and scalar code differ in the last bit
-    assert law_error(activation.backward_(grad.clone(), u), activation.backward_(grad.contiguous(), u.contiguous())) <= FP64
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,13 +58,6 @@ def test_no_tokens(name: ActivationName) -> None:
     u = torch.empty(0, 3, 4 * activation.width_factor)
     assert activation.forward(u).shape == (0, 3, 4)
     assert activation.backward_(torch.empty(0, 3, 4), u).shape == u.shape
-
-
-def test_the_gate_is_the_first_half() -> None:
-    u = torch.tensor([[2.0, 0.0, 3.0, 5.0]])
-    assert torch.equal(Activation("swiglu").forward(u), torch.stack([torch.nn.functional.silu(u[:, 0]) * 3, torch.zeros(1)], dim=1))
-    gated = torch.stack([torch.nn.functional.gelu(u[:, 0]) * 3, torch.zeros(1)], dim=1)
-    assert law_error(Activation("geglu").forward(u), gated) <= FP32
 
 
 def test_every_name_is_known() -> None:

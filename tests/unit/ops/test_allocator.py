@@ -76,15 +76,6 @@ def test_small_tensors_other_devices_and_no_room_are_left_to_torch() -> None:
     assert Arena(1 << 60).take(MIB) is None, "an address space that is refused is done without"
 
 
-def test_gradients_flow_through_saved_blocks() -> None:
-    x = torch.randn(600, 600, requires_grad=True)
-    y = empty((600, 600), dtype=torch.float32, device=torch.device("cpu"))
-    y.copy_(x.detach())
-    w = y.requires_grad_()
-    (w * w).sum().backward()
-    assert w.grad is not None and torch.equal(w.grad, 2 * x.detach())
-
-
 @pytest.mark.parametrize("count, bytes_each", [(0, 5), (1, 5), (7, 1 << 30), (1000, 300_000), (100, 0)])
 def test_blocks_cover_everything_once_in_order(count: int, bytes_each: int) -> None:
     covered = [i for part in blocks(count, bytes_each, torch.device("cpu")) for i in range(count)[part]]

@@ -224,7 +224,7 @@ def test_what_the_host_reads_does_not_go_to_the_device() -> None:
     assert {name: t.device.type for name, t in moved.items()} == {"tokens": "meta", "documents": "cpu", "length": "cpu"}
     del moved["documents"]
     mask = micro_batch_context(moved, seed=1, step=1, drops=False, kernel="sdpa", causal=False).mask
-    assert mask.lengths == (5, 2) and mask.key_lengths is not None and mask.key_lengths.device.type == "meta"
+    assert not mask.causal and mask.lengths == (5, 2) and mask.key_lengths is not None and mask.key_lengths.device.type == "meta"
     assert micro_batch_context(batch, seed=1, step=1, drops=False, kernel="sdpa").mask.documents == ((2, 5), (5,))
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.dropout import DropoutKeys, fold32, hash_dropout, keep_mask
-from megatron_sp.parallel.recompute import recompute
 
 S, B, C = 64, 8, 256
 RATES = (0.1, 0.5, 0.9)
@@ -91,11 +90,6 @@ def test_no_two_row_keys_are_equal() -> None:
     assert everything.unique().numel() >= everything.numel() - 2
 
 
-def test_overlapping_windows_name_the_same_tokens() -> None:
-    assert torch.equal(rows(first_sample=2)[:, : B - 2], rows()[:, 2:])
-    assert torch.equal(rows(first_position=16)[: S - 16], rows()[16:])
-
-
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 8, 16, 64, 128])
 def test_channels_and_rows_are_independent_of_their_neighbours(rate: float, distance: int) -> None:
@@ -129,12 +123,6 @@ def test_attention_heads_queries_and_keys_are_independent(rate: float) -> None:
         for distance in (1, 2, 3, 5, 8, 11):
             ahead, behind = mask.narrow(dim, distance, mask.shape[dim] - distance), mask.narrow(dim, 0, mask.shape[dim] - distance)
             assert abs(correlation(ahead, behind, rate)) < 5, (dim, distance)
-
-
-def test_head_keys_do_not_depend_on_how_heads_are_grouped() -> None:
-    one_group = head_row_keys(rows(), 1, 12).view(B, 12, S)
-    for groups in (2, 4, 12):
-        assert torch.equal(head_row_keys(rows(), groups, 12 // groups).view(B, 12, S), one_group)
 
 
 def test_bits_of_a_row_key_spread(rate: float = 0.5) -> None:
@@ -199,21 +187,6 @@ def test_strides_and_keys_that_broadcast() -> None:
     x, grad, keys = randn(5, 3, 8).permute(2, 1, 0), randn(3, 8, 5, seed=2).transpose(0, 1), rows()[:8, :1]
     want = gradients(lambda i: naive(i["x"], keys, 0.5, 0, None), leaves(x=x), grad)
     assert_law(gradients(lambda i: hash_dropout(i["x"], 0.5, keys), leaves(x=x), grad), want, FP64)
-
-
-def test_recomputation_drops_the_same_elements() -> None:
-    keys, grad = rows()[:8, :3], randn(8, 3, 5, seed=2)
-    want = gradients(lambda i: hash_dropout(i["x"].sin(), 0.5, keys).cos(), leaves(x=randn(8, 3, 5)), grad)
-    torch.manual_seed(0)
-    assert_law(
-        gradients(lambda i: recompute(lambda x: hash_dropout(x.sin(), 0.5, keys).cos(), i["x"]), leaves(x=randn(8, 3, 5)), grad), want, FP64
-    )
-
-
-def test_no_random_state_is_drawn_from() -> None:
-    before = torch.get_rng_state()
-    hash_dropout(randn(8, 3, 5), 0.5, rows()[:8, :3])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -190,32 +190,6 @@ def test_adamw_is_torchs(apex: None, dtype: torch.dtype, beta1: float, beta2: fl
         assert law_error(getattr(got[1].states[0], name), getattr(want[1].states[0], name)) <= inexact + len(RATES) * 2**-23
 
 
-def test_a_run_may_change_kernels_between_steps(apex: None) -> None:
-    """State, step count and layout are the same: what one has left, the other goes on with."""
-    results = []
-    for kernels in (["torch"] * 5, ["apex"] * 5, ["torch", "apex", "apex", "torch", "apex"]):
-        unit = FlatUnit("unit", [("p", nn.Parameter(randn(64, 3).float()))])
-        optimizer = FlatOptimizer([unit], OptimizerConfig(clip_grad=0.0))
-        for step, kernel in enumerate(kernels):
-            optimizer.kernel = kernel  # type: ignore[assignment]
-            unit.grads.copy_(randn(192, seed=step))
-            optimizer.step(1e-2, DECAY, 1.0)
-        results.append([unit.master.clone(), optimizer.states[0].exp_avg, optimizer.states[0].exp_avg_sq])
-    for result in results[1:]:
-        assert all(law_error(g, w) <= 7e-5 for g, w in zip(result, results[0], strict=True))  # 1 - beta2, as above
-
-
-def test_ranges_have_the_bits_of_the_whole(apex: None) -> None:
-    """A shard of a unit is updated as the whole is, wherever it is cut: with decay, without, and across the border."""
-    numbers = adamw_module.AdamStep(count=3, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
-    whole = [randn(300, seed=i).float() for i in range(3)] + [randn(300, seed=4).float().square()]
-    parts = [t.clone() for t in whole]
-    adamw_module.adamw_(*([t] for t in whole), numbers, "apex")
-    for start in range(0, 300, 64):
-        adamw_module.adamw_(*([t[start : start + 64]] for t in parts), numbers, "apex")
-    assert all(torch.equal(w, p) for w, p in zip(whole, parts, strict=True))
-
-
 def test_very_long_tensors_go_in_pieces(apex: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older builds index with 32 bits."""
     whole = trained("apex")[0].master

@@ -185,21 +185,6 @@ def test_the_merge_stands_gaps_of_200_and_rows_without_keys() -> None:
         assert (out[~there] == 0).all()
 
 
-def test_scores_200_apart() -> None:
-    """A later piece far above all before it, and one far below."""
-    s = 12
-    kv, d_out = randn(s, 1, 2, D, seed=1), randn(s, 1, 1, D, seed=2)
-    q = torch.ones(s, 1, 1, D, dtype=torch.float64)
-    kv[4:8, :, 0] += 100.0
-    kv[8:, :, 0] -= 100.0
-    pieces: tuple[Piece, ...] = tuple(Piece(-1, 0, s, at, at + 4, "full") for at in (0, 4, 8))
-    seen = torch.ones(1, s, s, dtype=torch.bool)
-    for kernel in KERNELS:
-        for dtype, tolerance in ((torch.float64, FP64), (torch.float32, 1e-4)):
-            x = [t.to(dtype) for t in (q, kv, d_out)]
-            assert_same(by_pieces(kernel, [Stage((p,)) for p in pieces], *x, Columns(1, True)), in_full(*x, seen), tolerance)
-
-
 def test_rows_of_one_piece_have_the_bits_of_one_call() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         q, kv = randn(S, 2, 3, D, dtype=dtype), randn(S, 2, 2, D, dtype=dtype, seed=1)

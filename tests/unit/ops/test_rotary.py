@@ -9,7 +9,7 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import Inputs, gradients, leaves, randn
 from torch import Tensor
 
-from megatron_sp.ops.rotary import RotaryStretch, apply_rotary, rotary_tables, rotate_
+from megatron_sp.ops.rotary import RotaryStretch, apply_rotary, rotary_tables
 
 S, B, G, D = 8, 3, 2, 10
 BASE = 100.0
@@ -59,30 +59,6 @@ def test_values_and_the_rest_of_each_head_are_untouched() -> None:
     assert torch.equal(out[..., 6:], qkv.view(S, B, G, 5, D)[..., 6:])
     assert torch.equal(out[0], qkv.view(S, B, G, 5, D)[0])  # position 0 does not turn
     assert not torch.equal(out[1, ..., :4, :6], qkv.view(S, B, G, 5, D)[1, ..., :4, :6])
-
-
-def test_only_the_distance_between_positions_matters() -> None:
-    q, k = randn(1, D), randn(1, D, seed=1)
-
-    def product(at_q: int, at_k: int) -> float:
-        turned = []
-        for x, at in ((q, at_q), (k, at_k)):
-            x = x.clone().view(1, 1, 1, D)
-            rotate_(x, *rotary_tables(torch.tensor([at]), D, BASE, torch.float64))
-            turned.append(x.flatten())
-        return float(turned[0] @ turned[1])
-
-    assert product(5, 2) == pytest.approx(product(1005, 1002), abs=1e-9)
-    assert product(5, 2) != pytest.approx(product(5, 3), abs=1e-3)
-
-
-def test_the_opposite_angle_takes_it_back() -> None:
-    x = randn(S, B, 4, D)
-    y, (cos, sin) = x.clone(), rotary_tables(torch.arange(S), 6, BASE, torch.float64)
-    rotate_(y, cos, sin)
-    assert law_error(y.norm(dim=-1), x.norm(dim=-1)) <= FP64
-    rotate_(y, cos, -sin)
-    assert law_error(y, x) <= FP64
 
 
 def test_a_far_position_is_as_exact_as_a_near_one() -> None:

@@ -23,18 +23,9 @@ def schedule(iters: int = 100, samples: int | None = None, **optimizer: Any) -> 
     )
 
 
-def megatron(
-    n: int,
-    style: str,
-    wsd: str = "linear",
-    warmup: float = 0,
-    horizon: int = 400,
-    anneal: int = 0,
-    peak: float = 1.0,
-    floor: float = 0.1,
-    init: float = 0.0,
-) -> float:
+def megatron(n: int, style: str, wsd: str, warmup: float, horizon: int, anneal: int, init: float) -> float:
     """n, warmup, horizon and anneal in samples."""
+    peak, floor = 1.0, 0.1
     if warmup > 0 and n <= warmup:
         return init + (peak - init) * n / warmup
     if style == "constant":
@@ -62,27 +53,7 @@ def test_is_megatrons(style: str, wsd: str, warmup: int, init: float) -> None:
     anneal = 20 if warmup < 80 else 1
     s = schedule(lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_iters=warmup, lr_warmup_init=init, lr_wsd_decay_iters=anneal)
     for n in range(0, 130 * GBS):
-        assert s.lr(n) == megatron(n, style, wsd, warmup * GBS, 100 * GBS, anneal * GBS, init=init), n
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("wsd", WSD)
-def test_rises_then_never_rises_again_and_stays_between_floor_and_peak(style: str, wsd: str) -> None:
-    s = schedule(lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_iters=10, lr_wsd_decay_iters=30)
-    values = [s.lr(n) for n in range(1, 120 * GBS)]
-    peak = values.index(max(values))
-    assert peak == 10 * GBS - 1 and values[peak] == 1.0
-    assert values[: peak + 1] == sorted(set(values[: peak + 1]))
-    assert all(a >= b - 1e-15 for a, b in zip(values[peak:], values[peak + 1 :], strict=False))
-    assert min(values[peak:]) >= 0.1 - 1e-15
-
-
-def test_wsd_is_stable_until_its_decay() -> None:
-    s = schedule(lr_decay_style="WSD", lr_warmup_iters=10, lr_wsd_decay_iters=30)
-    assert {s.lr(n) for n in range(10 * GBS, 70 * GBS + 1)} == {1.0}
-    assert s.lr(70 * GBS + 1) < 1.0
-    for style in WSD:
-        assert schedule(lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=30).lr(100 * GBS) == pytest.approx(0.1)
+        assert s.lr(n) == megatron(n, style, wsd, warmup * GBS, 100 * GBS, anneal * GBS, init), n
 
 
 def test_steps_and_samples_say_the_same() -> None:
@@ -98,13 +69,7 @@ def test_warm_up_as_a_share_of_the_horizon(fraction: float, warmup: int) -> None
     assert schedule(lr_warmup_fraction=fraction) == schedule(lr_warmup_iters=warmup)
     assert schedule(lr_warmup_fraction=fraction, lr_decay_iters=50).warmup == warmup * GBS / 2
     assert schedule(lr_warmup_fraction=fraction, lr_warmup_iters=33).warmup == warmup * GBS  # the fraction wins
-
-
-def test_a_share_is_not_rounded_to_samples() -> None:
-    s = schedule(iters=101, lr_warmup_fraction=0.01)
-    assert s.warmup == 0.01 * 404
-    for n in range(10):
-        assert s.lr(n) == megatron(n, "linear", warmup=0.01 * 404, horizon=404)
+    assert schedule(iters=101, lr_warmup_fraction=0.01).warmup == 0.01 * 404, "a share is not rounded to samples"
 
 
 def test_the_horizon_is_the_run_unless_said_otherwise() -> None:
@@ -122,11 +87,6 @@ def test_the_ramp_of_the_weight_decay_is_megatrons(style: str) -> None:
         share = {"constant": 1.0, "linear": ratio, "cosine": 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)}[style]
         first = ramp.get("start_weight_decay", 0.4)
         assert s.weight_decay(n) == (0.4 if n > 100 * GBS else first + share * (0.4 - first))
-
-
-def test_the_weight_decay_is_constant_by_default() -> None:
-    s = schedule(weight_decay=0.3)
-    assert {s.weight_decay(n) for n in (0, 1, 200, 10**6)} == {0.3}
 
 
 def test_the_horizon_of_the_learning_rate_does_not_bend_the_weight_decay() -> None:

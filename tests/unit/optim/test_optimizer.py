@@ -77,36 +77,12 @@ def test_adamw_is_torchs_fused_one_bit_for_bit(beta1: float, beta2: float, eps: 
         assert torch.equal(g, w)
 
 
-def test_adamw_is_the_papers_formula() -> None:
-    """In fp64, written out: decoupled decay, bias correction, epsilon outside the root."""
-    got, _ = ours(OptimizerConfig(clip_grad=0.0), torch.float64)
-    for i, p in enumerate(parameters(torch.float64)):
-        m = v = torch.zeros_like(p)
-        w = p.detach().clone()
-        for step in range(5):
-            g = gradients(step)[i].double()
-            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-            w = w * (1 - LR[step] * (DECAY if p.ndim > 1 else 0.0))
-            w = w - LR[step] * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
-        assert law_error(got[i], w) <= FP64
-
-
 @pytest.mark.parametrize("momentum", [0.9, 0.5, 0.0])
 def test_sgd_is_torchs(momentum: float) -> None:
     got, _ = ours(OptimizerConfig(optimizer="sgd", clip_grad=0.0, sgd_momentum=momentum))
     for g, w in zip(got, torchs(torch.optim.SGD, fused=True, momentum=momentum), strict=True):
         # the kernel rounds differently in its vector loop and after it, and elements lie elsewhere in a flat buffer
         assert law_error(g, w) <= 1e-6
-
-
-def test_sgd_momentum_is_the_formula() -> None:
-    got, _ = ours(OptimizerConfig(optimizer="sgd", clip_grad=0.0, sgd_momentum=0.9), torch.float64)
-    for i, p in enumerate(parameters(torch.float64)):
-        velocity, w = torch.zeros_like(p), p.detach().clone()
-        for step in range(5):
-            velocity = 0.9 * velocity + gradients(step)[i].double() + (DECAY if p.ndim > 1 else 0.0) * w
-            w = w - LR[step] * velocity
-        assert law_error(got[i], w) <= FP64
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -127,24 +103,6 @@ def test_half_precision_updates_an_fp32_master(optimizer: Any, dtype: torch.dtyp
             assert torch.equal(master, wanted.param) if optimizer == "adam" else law_error(master, wanted.param) <= 1e-6
             assert torch.equal(slot.param, master.to(dtype))
     assert all(p.dtype == dtype for p in params)
-
-
-def test_updates_smaller_than_bf16_can_hold_add_up() -> None:
-    p = nn.Parameter(torch.ones(1, 4, dtype=torch.bfloat16))
-    unit = FlatUnit("u", [("p", p)])
-    optimizer = FlatOptimizer([unit], OptimizerConfig(optimizer="sgd", clip_grad=0.0, sgd_momentum=0.0))
-    for _ in range(64):
-        unit.grads.fill_(1.0)
-        optimizer.step(1e-3, 0.0, 1.0)
-    assert float(p[0, 0]) == pytest.approx(1 - 64e-3, abs=2**-8)
-
-
-def test_padding_stays_zero() -> None:
-    for optimizer in ("adam", "sgd"):
-        params, units = ours(OptimizerConfig(optimizer=optimizer))  # type: ignore[arg-type]
-        assert sum(u.master.numel() for u in units) > sum(p.numel() for p in params)
-        assert sum(int(u.master.count_nonzero()) for u in units) <= sum(p.numel() for p in params)
-        assert all(torch.isfinite(u.master).all() for u in units)
 
 
 def test_the_grad_norm_is_that_of_all_units() -> None:
@@ -181,22 +139,6 @@ def test_gradients_within_the_limit_are_not_touched() -> None:
     assert float(optimizer.grad_norm()) < 1
     optimizer.step(0.1, 0.0, float(optimizer.grad_norm()))
     assert all(torch.equal(u.grads, b) for u, b in zip(units, before, strict=True))
-
-
-def test_a_norm_of_zero() -> None:
-    params = parameters()
-    units = two_units(params)
-    optimizer = FlatOptimizer(units, OptimizerConfig(clip_grad=1.0))
-    optimizer.step(0.1, 0.0, float(optimizer.grad_norm()))
-    assert all(torch.equal(p, w) for p, w in zip(params, parameters(), strict=True))
-
-
-def test_weight_decay_is_for_matrices_only() -> None:
-    params = parameters()
-    units = two_units(params)
-    FlatOptimizer(units, OptimizerConfig()).step(0.5, 0.1, 0.0)
-    for p, w in zip(params, parameters(), strict=True):
-        assert torch.equal(p, w * (1 - 0.5 * 0.1)) if p.ndim > 1 else torch.equal(p, w)
 
 
 def scaler(**overrides: Any) -> LossScaler:
