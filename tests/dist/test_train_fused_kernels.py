@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.apex_stand_in import ADAM, NORMS, Install, install_apex
-from support.training import NO_DROPOUT, records, status, tensors, train
+from support.training import NO_DROPOUT, records, tensors, train
 
 __all__ = ["install_apex"]
 RMS, ON_GPU = ("--normalization", "RMSNorm"), ("--device", "auto")  # later flags win
@@ -83,12 +83,4 @@ def test_apex_demanded_where_it_is_not_whole(install_apex: Install, tmp_path: Pa
 
 def test_apex_demanded_without_a_gpu(tmp_path: Path) -> None:
     train(tmp_path, "--fused-kernels", "apex").expect(2, "--fused-kernels apex needs a GPU, but --device cpu was given: use auto or torch")
-    train(tmp_path, "--fused-kernels", "apex", *ON_GPU).expect(2, "cannot be used for AdamW: it needs a GPU")
-
-
-def test_a_run_on_a_cpu_says_so(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(tmp_path, "--save", run, "--train-iters", 1).expect(
-        0, "fused kernels: AdamW and LayerNorm by torch (apex not used: it needs a GPU)"
-    )
-    assert status(run)["exit_code"] == 0
+    train(tmp_path, "--train-iters", 1).expect(0, "fused kernels: AdamW and LayerNorm by torch (apex not used: it needs a GPU)")

@@ -12,10 +12,8 @@ from support.training import assert_same_tensors, records, saved_steps, state, s
 EACH = ("--save-interval", 1, "--keep-every", 1)
 
 
-@pytest.mark.often("0-loss", "1-grad")
-@pytest.mark.parametrize("what", ["loss", "grad"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_bad_step_on_one_rank(tmp_path: Path, what: str, rank: int) -> None:
+@pytest.mark.parametrize("rank, what", [(0, "loss"), (1, "grad")])
+def test_one_bad_step_on_one_rank(tmp_path: Path, rank: int, what: str) -> None:
     run = tmp_path / "run"
     outcome = train(tmp_path, "--save", run, *EACH, ranks=2, fault=f"nan:rank={rank}:at={what}:step=3").expect(0)
     assert_same_tensors(tensors(run, 3), tensors(run, 2))
@@ -49,10 +47,6 @@ def test_too_many_in_a_row(tmp_path: Path) -> None:
     train(tmp_path, *again, ranks=2).expect(0)
 
 
-def test_no_bad_step_is_allowed_with_zero(tmp_path: Path) -> None:
-    train(tmp_path, "--max-bad-steps", 0, fault="nan:at=grad:step=2").expect(5, "1 non-finite steps in a row")
-
-
 def test_accumulated_micro_batches_are_poisoned_as_one_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tmp_path, "--save", run, *EACH, "--micro-batch-size", 1, fault="nan:at=grad:step=3").expect(0)
@@ -78,12 +72,9 @@ def test_overflow_at_the_lowest_scale_is_a_bad_step(tmp_path: Path) -> None:
     train(tmp_path, *flags).expect(5, "2 non-finite steps in a row", "stopped at step 3")
 
 
-def test_overflow_at_a_fixed_scale_is_a_bad_step(tmp_path: Path) -> None:
-    train(tmp_path, "--fp16", "--loss-scale", 2.0**60, "--max-bad-steps", 0).expect(5, "stopped at step 1")
-
-
-def test_nan_in_the_loss_is_no_overflow(tmp_path: Path) -> None:
-    """A lower loss scale would not help, so it is counted although the scale could still go down."""
+def test_overflow_at_a_fixed_scale_and_nan_in_the_loss_are_bad_steps(tmp_path: Path) -> None:
+    """A lower loss scale would not help the second, so it is counted although the scale could still go down."""
+    train(tmp_path, "--fp16", "--loss-scale", 2.0**60, "--max-bad-steps", 0).expect(5, "1 non-finite steps in a row", "stopped at step 1")
     flags = ("--fp16", "--initial-loss-scale", 2.0**10, "--max-bad-steps", 0)
     train(tmp_path, *flags, fault="nan:at=loss:step=2").expect(5, "stopped at step 2")
 

@@ -33,10 +33,10 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "dp4, stage 3": (4, ("--zero-stage", 3, "--stage3-use-all-reduce-for-fetch-params", "--micro-batch-size", 1)),
 }  # fmt: skip
 NAMES = [name for name in LAYOUTS if name != "alone"]
-OFTEN = ("dp2, stage 1", "dp2, stage 3", "sp2, stage 3", "tp2, stage 1", "dp2 tp2, stage 3", "dp3, stage 3")  # the rest is marked long
+OFTEN = ("dp2, stage 1", "dp2, stage 3", "sp2, stage 3", "dp2 tp2, stage 3")  # the rest is marked long
 # each writes for another one, and for all others in the full run
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b] if os.environ.get("MEGATRON_SP_FULL_GRID") else [
-    *zip(OFTEN, [*OFTEN[3:], *OFTEN[:3]], strict=True),
+    *zip(OFTEN, [*OFTEN[2:], *OFTEN[:2]], strict=True),
     *(pytest.param(*pair, marks=pytest.mark.long) for pair in zip(NAMES, [*NAMES[5:], *NAMES[:5]], strict=True)),
 ]  # fmt: skip
 
@@ -52,16 +52,8 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return run_once(
-        tmp_path_factory,
-        {name: flags_of(name) for name in LAYOUTS},
-        "--eval-interval",
-        2,
-        "--eval-iters",
-        1,
-        "--log-params-norm",
-        "--log-num-zeros-in-grad",
-    )
+    more = ("--eval-interval", 2, "--eval-iters", 1, "--log-params-norm", "--log-num-zeros-in-grad")
+    return run_once(tmp_path_factory, {name: flags_of(name) for name in LAYOUTS}, *more)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in NAMES])
@@ -85,9 +77,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: st
 
 @pytest.mark.often("bf16-3")
 @pytest.mark.parametrize(("precision", "stage"), [
-    ("fp32", 1), ("bf16", 3), ("fp16", 3),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in
-      (("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2), ("fp16", 1), ("fp16", 2))),
+    ("bf16", 3), ("fp16", 1),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("fp32", 1), ("fp32", 3), ("bf16", 2), ("fp16", 3))),
 ])  # fmt: skip
 def test_resumed_to_the_last_bit(tmp_path: Path, precision: str, stage: int) -> None:
     kinds = {
@@ -103,7 +94,9 @@ def test_resumed_to_the_last_bit(tmp_path: Path, precision: str, stage: int) -> 
         assert 0 < state(whole)["num_updates"] < 6, "some steps were meant to overflow"
 
 
-@pytest.mark.parametrize(("first", "then"), [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "fp16"), ("fp32", "fp16"), ("fp16", "fp64")])
+@pytest.mark.parametrize(("first", "then"), [
+    ("fp32", "bf16"), ("bf16", "fp16"), *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("bf16", "fp32"), ("fp16", "fp64")))
+])  # fmt: skip
 def test_another_precision_goes_on_from_the_unrounded_weights(tmp_path: Path, first: str, then: str) -> None:
     """The moments come along, and what is trained on is the fp32 weights, whichever name they have in the checkpoint."""
     flags = {k: () if k == "fp32" else (f"--{k}",) for k in ("fp32", "bf16", "fp16", "fp64")}
@@ -128,15 +121,15 @@ def test_another_precision_goes_on_from_the_unrounded_weights(tmp_path: Path, fi
 def test_16_bit_stages_train_like_stage_0(tmp_path: Path) -> None:
     """Of two ranks without accumulation every sum has two terms: the same bits, but for the clipping by a norm that is summed otherwise."""
     found = []
-    for stage in range(4):
+    for stage in (0, 2, 3):
         run = tmp_path / str(stage)
         train(tmp_path, "--bf16", "--zero-stage", stage, "--clip-grad", 0, "--save", run, ranks=2).expect(0)
         found.append([entry[0] for _, entry in sorted(trace(run).items())])
-    assert [losses == found[0] for losses in found] == [True] * 4
+    assert all(losses == found[0] for losses in found)
 
 
-@pytest.mark.parametrize(("stage", "what"), [(1, "loss"), (2, "grad"), (3, "loss"), (3, "grad")])
-def test_a_bad_step_is_skipped_by_all_and_too_many_end_the_run(tmp_path: Path, stage: int, what: str) -> None:
+@pytest.mark.parametrize(("stage", "what"), [(1, "loss"), (3, "grad")])
+def test_a_bad_step_is_skipped_by_all(tmp_path: Path, stage: int, what: str) -> None:
     flags = ("--zero-stage", stage, "--save", tmp_path / "run", "--max-bad-steps", 1)
     train(tmp_path, *flags, ranks=2, fault=f"nan:rank=1:at={what}:step=3").expect(0, "is not finite", "skipped")
     assert [r["skipped_steps"] for r in records(tmp_path / "run")][-1] == 1
