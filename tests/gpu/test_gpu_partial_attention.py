@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.op_checks import randn
-from torch import Tensor
+from support.op_checks import of_a_rank
 
 from megatron_sp.ops.attention_pieces import Stage
 from megatron_sp.ops.gpu_kernels import TorchFlash
 from megatron_sp.ops.gpu_partial_attention import FlashPieces, piece_kernel
-from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, attend, attend_backward
+from megatron_sp.ops.partial_attention import Columns, Partial, Rows, attend
 from megatron_sp.ops.tiled_attention import CPUFlash
 from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.row_mask import RowMask
 
 pytestmark = pytest.mark.gpu
-S, B, D = 515, 2, 64
+S, D = 515, 64
 MASKS = {
     "causal": RowMask(S), "all": RowMask(S, causal=False), "window": RowMask(S, window=70), "window of one": RowMask(S, window=1),
     "documents": RowMask(S, documents=((100, 101, 300, S), (S,))),
@@ -24,42 +23,16 @@ MASKS = {
 }  # fmt: skip
 
 
-def run(kernel: PieceKernel, mask: RowMask, r: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Output and gradients of one of three ranks."""
-    plan = plan_context(mask, cut_row(mask, 3, 2))
-    columns, rank = Columns(B, plan.alike), 1
-    length = plan.lengths[rank]
-    q, d_out = (randn(length, 2 * B, r, D, seed=seed).bfloat16().to(device, dtype) for seed in (0, 1))
-    stages = []
-    for source in range(3):
-        kv = randn(length if source == rank else S, 2 * B, 2, D, seed=2 + source).bfloat16().to(device, dtype)
-        rows = Rows.interleaved(kv, columns.sequences)
-        if source != rank and not plan.alike:
-            rows = Rows(torch.cat(list(kv.unflatten(1, (B, -1)).unbind(1))), (0, S), 1)
-        stages.append((Stage(plan.pieces(rank, source), plan.mask.window), rows))
-    so_far = Partial(q, columns)
-    for stage, rows in stages:
-        attend(kernel, stage, q, rows, so_far, columns)
-    out, d_q = so_far.out.to(dtype), torch.zeros_like(so_far.out)
-    found = {"out": out, "q": d_q}
-    for number, (stage, rows) in enumerate(stages):
-        d_kv = Rows(torch.zeros_like(rows.x, dtype=so_far.out.dtype), rows.starts, rows.stride)
-        attend_backward(kernel, stage, (q, out, so_far.lse, d_out), rows, d_q, d_kv, columns)
-        found[f"kv {number}"] = d_kv.x
-    return found
-
-
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("r", [1, 3])
 def test_all_stages_of_a_rank(r: int, mask: str) -> None:
-    want = run(CPUFlash(), MASKS[mask], r, torch.float64, "cpu")
+    want = of_a_rank(CPUFlash(), MASKS[mask], r, D, torch.float64)
     kernel = piece_kernel("sdpa", torch.empty(1, 1, r, D, device="cuda", dtype=torch.bfloat16))
     assert isinstance(kernel, FlashPieces)
-    found = run(kernel, MASKS[mask], r, torch.bfloat16, "cuda")
+    found = of_a_rank(kernel, MASKS[mask], r, D, torch.bfloat16, "cuda")
     for name, x in want.items():
-        assert (found[name].cpu().double() - x).norm() <= 2e-2 * max(x.norm().item(), 1.0), (
-            name
-        )  # with a window of one the queries' is zero
+        # with a window of one the queries' is zero
+        assert float((found[name] - x).norm()) <= 2e-2 * max(float(x.norm()), 1.0), name
 
 
 def test_the_host_does_not_wait_and_results_repeat() -> None:
@@ -67,8 +40,8 @@ def test_the_host_does_not_wait_and_results_repeat() -> None:
     kernel, mask = FlashPieces(TorchFlash()), MASKS["causal"]
     torch.use_deterministic_algorithms(True)
     try:
-        first = run(kernel, mask, 3, torch.bfloat16, "cuda")
-        again = run(kernel, mask, 3, torch.bfloat16, "cuda")
+        first = of_a_rank(kernel, mask, 3, D, torch.bfloat16, "cuda")
+        again = of_a_rank(kernel, mask, 3, D, torch.bfloat16, "cuda")
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(first[name], again[name]) for name in first)

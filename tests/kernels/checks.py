@@ -354,7 +354,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def whole_model(name: str, dtype_name: str, mlp_chunks: int, granularity: str | None) -> None:
     """Loss and every gradient of a model with Triton's kernels are those without."""
     dtype = DTYPES[dtype_name]
-    config = tiny.shape(**MODELS[name])
+    config = tiny.shape(num_layers=1, **MODELS[name])
     kernels = KernelConfig(mlp_chunks=mlp_chunks, recompute_granularity=granularity)  # type: ignore[arg-type]
     with torch.device("cpu"):  # where generators of the CPU draw, whatever the default device is
         batch = tiny.make_batch(config)

@@ -1,6 +1,6 @@
 """A GPU's driver that launches nothing: kernels are compiled for Hopper by Triton itself, and what a launcher is given is recorded.
 
-``python -m kernels.driver_stand_in CHECK`` runs a check of this file in a process of its own, since the driver is one
+``python -m kernels.driver_stand_in CHECK ...`` runs checks of this file in a process of its own, since the driver is one
 for a process.
 """
 
@@ -211,4 +211,7 @@ def launches_of_the_package() -> None:
 
 if __name__ == "__main__":
     driver.set_active(Driver())
-    getattr(sys.modules["__main__"], sys.argv[1])()
+    for check in sys.argv[1:]:
+        calls.clear()
+        direct._compiled.clear()
+        getattr(sys.modules["__main__"], check)()

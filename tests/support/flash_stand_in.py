@@ -2,7 +2,8 @@
 
 Facts from Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (2.8),
 hopper/flash_attn_interface.py and hopper/flash_api.cpp, flash_attn/cute/interface.py (4.0.0b36), which is alone in its
-package: flash_attn is then a folder without ``__init__.py``. Numbers are computed in fp32 and rounded once.
+package: flash_attn is then a folder without ``__init__.py``. Arguments that have a default there and are of no use here
+are left out. Numbers are computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _scaled(q: Tensor, softmax_scale: float | None) -> Tensor:
 
 def flash2_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """The output alone; heads of any width are padded."""
     out = _dense("flash2", _scaled(q, softmax_scale), k, v, causal, window_size, deterministic, -1, 1)
@@ -105,17 +106,15 @@ def flash2_func(
 
 def flash2_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
+    dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1), deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """The output alone."""
     return _packed("flash2 packed", _scaled(q, softmax_scale), k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, -1)
 
 
 def flash3_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False, qv: Any = None, q_descale: Any = None,
-    k_descale: Any = None, v_descale: Any = None, window_size: Any = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
-    num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
+    deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """No dropout."""
     return _dense("flash3", _scaled(q, softmax_scale), k, v, causal, window_size, deterministic, -1, 8)
@@ -123,20 +122,15 @@ def flash3_func(
 
 def flash3_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    seqused_q: Any = None, seqused_k: Any = None, softmax_scale: Any = None, causal: bool = False, qv: Any = None, q_descale: Any = None,
-    k_descale: Any = None, v_descale: Any = None, window_size: Any = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
-    num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+    softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1), deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """Lengths before the scale, as in version 2."""
     return _packed("flash3 packed", _scaled(q, softmax_scale), k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, -1)
 
 
 def flash4_func(
-    q: Tensor, k: Tensor, v: Tensor, qv: Any = None, gather_kv_indices: Any = None, softmax_scale: Any = None, causal: bool = False,
-    window_size: Any = (None, None), learnable_sink: Any = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: Any = None,
-    deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, aux_tensors: Any = None,
-    aux_scalars: Any = None, block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
-    gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, qv: Any = None, softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None),
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The output, and the log of the sums if asked for; no window is (None, None)."""
     return _dense("flash4", _scaled(q, softmax_scale), k, v, causal, window_size, deterministic, None, 8), None
@@ -144,12 +138,7 @@ def flash4_func(
 
 def flash4_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, qv: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None, min_seqlen_k: Any = None, seqused_q: Any = None, seqused_k: Any = None, gather_kv_indices: Any = None,
-    page_table: Any = None, softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None), learnable_sink: Any = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, score_mod: Any = None,
-    score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None, aux_scalars: Any = None,
-    return_lse: bool = False, scheduler_metadata: Any = None, seqlen_k_per_split: Any = None, disable_scheduler_metadata: bool = False,
-    gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: Any = None,
+    max_seqlen_k: Any = None, softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None), deterministic: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A tensor before the lengths."""
     return _packed(
@@ -268,9 +257,7 @@ def flash2_forward(
 
 def flash2_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
-    softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Any = None, leftpad_k: Any = None,
-    seqused_k: Any = None, zero_tensors: bool = False,
+    softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The same of packed sequences."""
     calls.append(("flash2 packed forward", False))
@@ -310,8 +297,7 @@ def flash3_forward(
     q: Tensor, k: Tensor, v: Tensor, k_new: Any, v_new: Any, qv: Any, out: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, cu_seqlens_k_new: Any,
     seqused_q: Any, seqused_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, page_table: Any, kv_batch_idx: Any, leftpad_k: Any,
     rotary_cos: Any, rotary_sin: Any, seqlens_rotary: Any, q_descale: Any, k_descale: Any, v_descale: Any, softmax_scale: float,
-    causal: bool, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
-    scheduler_metadata: Any = None, num_splits: int = 1, pack_gqa: Any = None, sm_margin: int = 0,
+    causal: bool, window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor, Any, Any]:  # fmt: skip
     """Dense or packed; the early form, in which most arguments had no default. Its results are in an order of their own."""
     calls.append(("flash3 forward" if cu_seqlens_q is None else "flash3 packed forward", False))
@@ -326,7 +312,7 @@ def flash3_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
     sequed_q: Any = None, sequed_k: Any = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None, dq: Tensor | None = None,
     dk: Tensor | None = None, dv: Tensor | None = None, softmax_scale: float | None = None, is_causal: bool = False,
-    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+    window_size_left: int = -1, window_size_right: int = -1, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """The late form."""
     calls.append(("flash3 backward" if cu_seqlens_q is None else "flash3 packed backward", deterministic))
@@ -338,10 +324,8 @@ def flash3_backward(
 
 
 def flash4_fwd(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None,
-    max_seqlen_q: Any = None, max_seqlen_k: Any = None, page_table: Any = None, softmax_scale: Any = None, causal: bool = False,
-    softcap: Any = None, window_size_left: Any = None, window_size_right: Any = None, learnable_sink: Any = None, num_splits: int = 1,
-    pack_gqa: Any = None, return_lse: bool = False, out: Any = None, lse: Any = None, aux_tensors: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None,
+    softmax_scale: Any = None, causal: bool = False, window_size_left: Any = None, window_size_right: Any = None, return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Dense or packed; lse if it is asked for."""
     calls.append(("flash4 forward" if cu_seqlens_q is None else "flash4 packed forward", False))
@@ -354,9 +338,8 @@ def flash4_fwd(
 
 def flash4_bwd(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: Any = None, causal: bool = False,
-    softcap: float = 0.0, window_size_left: Any = None, window_size_right: Any = None, m_block_size: int = 64, n_block_size: int = 128,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None, deterministic: bool = False, dq: Any = None, dk: Any = None, dv: Any = None,
+    window_size_left: Any = None, window_size_right: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Another order than the others'; it makes the gradients."""
     calls.append(("flash4 backward" if cu_seqlens_q is None else "flash4 packed backward", deterministic))

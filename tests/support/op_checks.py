@@ -10,7 +10,10 @@ from torch import Tensor
 
 from megatron_sp.ops import allocator
 from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
-from megatron_sp.ops.attention_pieces import stage_of
+from megatron_sp.ops.attention_pieces import Stage, halves, stage_of
+from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, attend, attend_backward
+from megatron_sp.parallel.context_plan import cut_row, plan_context
+from megatron_sp.parallel.row_mask import RowMask
 
 Inputs = dict[str, Tensor]
 
@@ -61,6 +64,41 @@ def pairs_of(pieces: tuple[Piece, ...], s: int, window: int | None, sequences: i
             seen &= distance < window
         found[piece.sequence, piece.q_start : piece.q_stop, piece.k_start : piece.k_stop] += seen
     return found
+
+
+def message(kv: Tensor, b: int, alike: bool) -> Rows:
+    """Rows of keys as a message has them: for sequences that differ one after another, each of its own length."""
+    if alike:
+        return Rows.interleaved(kv, 1)
+    return Rows(torch.cat(list(kv.unflatten(1, (b, -1)).unbind(1))), tuple(len(kv) * i for i in range(b)), 1)
+
+
+def by_stages(kernel: PieceKernel, stages: list[tuple[Stage, Rows]], q: Tensor, d_out: Tensor, columns: Columns) -> dict[str, Tensor]:
+    """Out, lse and gradients of attention to the keys of all stages; backward in halves of each stage."""
+    so_far, found = Partial(q, columns, d_out.shape[3]), {}
+    for stage, rows in stages:
+        attend(kernel, stage, q, rows, so_far, columns)
+    out, d_q = so_far.out.to(q.dtype), torch.zeros(q.shape, dtype=so_far.out.dtype, device=q.device)
+    for number, (stage, rows) in enumerate(stages):
+        d_kv = Rows(torch.zeros_like(rows.x, dtype=so_far.out.dtype), rows.starts, rows.stride)
+        for half in halves(stage.pieces, stage.window):
+            attend_backward(kernel, Stage(half, stage.window), (q, out, so_far.lse, d_out), rows, d_q, d_kv, columns)
+        found[f"kv {number}"] = d_kv.x
+    return {"out": out, "lse": so_far.lse[so_far.lse > -torch.inf], "q": d_q, **found}
+
+
+def of_a_rank(kernel: PieceKernel, mask: RowMask, r: int, d: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+    """Output and gradients of one of three ranks of context parallelism, of two sequences, on values that bf16 has."""
+    plan, rank = plan_context(mask, cut_row(mask, 3, 2)), 1
+    columns, length = Columns(2, plan.alike), plan.lengths[rank]
+    q, d_out = (randn(length, 4, r, d, seed=seed).bfloat16().to(device, dtype) for seed in (0, 1))
+    stages = []
+    for source in range(3):
+        rows = [sum(y - x for x, y in runs) for runs in plan.rows(rank, source)]
+        kv = randn(length if source == rank else max([1, *rows]), 4, 2, d, seed=2 + source).bfloat16().to(device, dtype)
+        keys = Rows.interleaved(kv, columns.sequences) if source == rank else message(kv, 2, plan.alike)
+        stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
+    return {name: x.double().cpu() for name, x in by_stages(kernel, stages, q, d_out, columns).items()}
 
 
 class PoisonedSink:

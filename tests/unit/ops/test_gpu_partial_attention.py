@@ -11,17 +11,17 @@ import pytest
 import torch
 from support.errors import FP64, assert_law
 from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, install_flash
-from support.op_checks import randn
+from support.op_checks import by_stages, message, of_a_rank, randn
 from test_attention_kernels import UNDER_FLASH2, UNDER_FLASH4, torchs
 from torch import Tensor
 
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.attention_pieces import AttentionPiece as Piece
-from megatron_sp.ops.attention_pieces import Stage, halves
+from megatron_sp.ops.attention_pieces import Stage
 from megatron_sp.ops.flash_packages import FLASH_NAMES, Lengths, Pairs
 from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash
 from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces, calls_of, example_in_pieces
-from megatron_sp.ops.partial_attention import Columns, Partial, Rows, attend, attend_backward
+from megatron_sp.ops.partial_attention import Columns, Partial, Rows, attend
 from megatron_sp.ops.tiled_attention import CPUFlash
 from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.row_mask import RowMask
@@ -100,29 +100,6 @@ def kernel() -> StandIn:
     return StandIn()
 
 
-def results(kernel: Any, stages: list[tuple[Stage, Rows]], tensors: tuple[Tensor, ...], columns: Columns) -> dict[str, Tensor]:
-    q, d_out = tensors
-    so_far, found = Partial(q, columns, d_out.shape[3]), {}
-    for stage, rows in stages:
-        attend(kernel, stage, q, rows, so_far, columns)
-    d_q = torch.zeros_like(q)
-    for number, (stage, rows) in enumerate(stages):
-        d_kv = Rows(torch.zeros_like(rows.x), rows.starts, rows.stride)
-        for half in halves(stage.pieces, stage.window):
-            part = Stage(half, stage.window)
-            attend_backward(kernel, part, (q, so_far.out, so_far.lse, d_out), rows, d_q, d_kv, columns)
-        found[f"kv {number}"] = d_kv.x
-    seen = so_far.lse > -torch.inf
-    return {"out": so_far.out, "lse": so_far.lse[seen], "q": d_q, **found}
-
-
-def message(kv: Tensor, b: int, alike: bool) -> Rows:
-    """Rows of keys as a message has them: for sequences that differ one after another, each of its own length."""
-    if alike:
-        return Rows.interleaved(kv, 1)
-    return Rows(torch.cat(list(kv.unflatten(1, (b, -1)).unbind(1))), tuple(len(kv) * i for i in range(b)), 1)
-
-
 @pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("heads", [(2, 1, None), (2, 3, None), (3, 1, (1, 2, 2))])
 def test_the_pieces_of_real_plans(kernel: StandIn, b: int, heads: tuple[int, int, tuple[int, ...] | None]) -> None:
@@ -147,23 +124,9 @@ def test_the_pieces_of_real_plans(kernel: StandIn, b: int, heads: tuple[int, int
                     kv = randn(max([1, *rows]), b * groups, D + d_v, seed=3 + source)
                     keys = Rows.interleaved(own, columns.sequences) if source == rank else message(kv, b, plan.alike)
                     stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
-                want = results(CPUFlash(), stages, tensors, columns)
-                assert_law(results(FlashPieces(kernel), stages, tensors, columns), want, FP64)
+                want = by_stages(CPUFlash(), stages, *tensors, columns)
+                assert_law(by_stages(FlashPieces(kernel), stages, *tensors, columns), want, FP64)
     assert kernel.calls
-
-
-def of_a_rank(kernel: Any, mask: RowMask, r: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients of one of three ranks, of two sequences."""
-    plan, rank = plan_context(mask, cut_row(mask, 3, 2)), 1
-    columns, length = Columns(2, plan.alike), plan.lengths[rank]
-    tensors = tuple(randn(length, 4, r, D, seed=seed).bfloat16().to(dtype) for seed in (0, 1))
-    stages = []
-    for source in range(3):
-        rows = [sum(y - x for x, y in runs) for runs in plan.rows(rank, source)]
-        kv = randn(length if source == rank else max([1, *rows]), 4, 2, D, seed=2 + source).bfloat16().to(dtype)
-        keys = Rows.interleaved(kv, columns.sequences) if source == rank else message(kv, 2, plan.alike)
-        stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
-    return {name: x.double() for name, x in results(kernel, stages, tensors, columns).items()}
 
 
 OF_16_BITS = {
@@ -182,9 +145,9 @@ def test_the_kernels_of_gpus(install_flash: Install, torchs: None, name: str, r:
     kernel = DensePieces(groups=r > 1) if name == "cudnn" else kernel
     if name == "cudnn" and mask == "window":
         with pytest.raises(ValueError, match="has no windows"):
-            of_a_rank(kernel, OF_16_BITS[mask], r, torch.bfloat16)
+            of_a_rank(kernel, OF_16_BITS[mask], r, D, torch.bfloat16)
         return
-    found, want = (of_a_rank(k, OF_16_BITS[mask], r, dtype) for k, dtype in ((kernel, torch.bfloat16), (CPUFlash(), torch.float64)))
+    found, want = (of_a_rank(k, OF_16_BITS[mask], r, D, dtype) for k, dtype in ((kernel, torch.bfloat16), (CPUFlash(), torch.float64)))
     for name_of, x in want.items():
         assert float((found[name_of] - x).norm()) <= 2e-2 * max(float(x.norm()), 1.0), name_of
 
@@ -237,7 +200,7 @@ def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) 
         for mine, of_tensor in rounds:
             assert len(every[of_tensor].unique()) == len(every[of_tensor]) == len(torch.arange(32)[mine])
         stages = [(Stage(pieces), rows)]
-        assert_law(results(FlashPieces(kernel), stages, tensors, columns), results(CPUFlash(), stages, tensors, columns), FP64)
+        assert_law(by_stages(FlashPieces(kernel), stages, *tensors, columns), by_stages(CPUFlash(), stages, *tensors, columns), FP64)
 
 
 def test_pieces_that_share_queries_share_no_call() -> None:
