@@ -62,11 +62,7 @@ class FusedQKV(NamedTuple):
 
     @classmethod
     def in_groups(cls, config: ModelConfig, tp: TensorParallel, v_width: int | None = None) -> FusedQKV:
-        """Return those of a weight in group order, [g * (r * d + d + d_v), h], as Megatron-core has it.
-
-        With fewer key/value heads than ranks, a rank holds some queries of one group, and the group's key and value,
-        which others hold too.
-        """
+        """Return those of a weight in group order, [g * (r * d + d + d_v), h], as Megatron-core has it."""
         assert config.hidden_size and config.num_attention_heads
         d, n, g, size = config.head_dim, config.num_attention_heads, config.num_groups, tp.size
         d_v, r, heads = v_width or d, n // g, n // size
@@ -75,6 +71,7 @@ class FusedQKV(NamedTuple):
         if g % size == 0:  # whole groups: a contiguous run of rows
             rows = g // size * of_group
             return cls(Sections.in_groups(r, g // size, d, d_v), ShardSpec.split(shape, 0, ((tp.rank * rows, rows),)))
+        # some queries of one group, and the group's key and value, which other ranks hold too
         group, at = divmod(tp.rank * heads, r)
         first = group * of_group
         spec = ShardSpec.split(shape, 0, ((first + at * d, heads * d), (first + r * d, d + d_v)))
@@ -119,7 +116,6 @@ class SelfAttention(nn.Module):
         self._plan: AttentionPlan | None = None  # of the pass before
 
     def projections(self, config: ModelConfig, tp: TensorParallel) -> FusedQKV:
-        """Return which rows of the QKV weight make which heads."""
         return FusedQKV.in_groups(config, tp)
 
     def forward(
@@ -135,7 +131,7 @@ class SelfAttention(nn.Module):
         return out if dropout is None else dropped_onto(x, out, dropout), x
 
     def plan(self, ctx: ForwardContext, *, add_input: bool) -> AttentionPlan:
-        """Return the plan of a forward pass; that of the pass before, if nothing has changed."""
+        # that of the pass before, if nothing has changed
         known, heads = self._plan, "remade" if ctx.remakes_heads else "fresh"
         wanted = ctx.length, add_input, heads
         if known is not None and ctx.kept is None and (known.seq_length, known.add_input, known.heads) == wanted:
@@ -149,11 +145,10 @@ class SelfAttention(nn.Module):
         return plan
 
     def draws_random(self, ctx: ForwardContext) -> bool:
-        """Return whether attention dropout happens inside a kernel, with torch's generator instead of the hash."""
+        # attention dropout happens inside a kernel, with torch's generator instead of the hash
         return ctx.dropout is not None and self.attention_dropout > 0 and ctx.kernel != "reference"
 
     def mask(self, ctx: ForwardContext, groups: int) -> AttentionMask:
-        """Return the attention mask of the forward pass for ``groups`` groups of heads, with this layer's window."""
         if ctx.cache is not None:
             return ctx.cache.mask(groups, self.window)
         mask = fold_mask(ctx.mask, groups)

@@ -55,8 +55,6 @@ class Dense(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """Dense, activation and norm between the blocks and the embedding table."""
-
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size
@@ -74,8 +72,6 @@ class MaskedHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh(dense(x)) of the first position, [b, h]."""
-
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size

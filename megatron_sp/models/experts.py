@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.config.schema_model import is_expert_bias
+from megatron_sp.models.transformer import mlp_linears
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import ExpertWeights
 from megatron_sp.ops.main_grad import MainGrad
@@ -21,7 +22,7 @@ from megatron_sp.ops.routing import RoutingSpec
 from megatron_sp.parallel.experts import ExpertPlan, expert_mlp
 from megatron_sp.parallel.experts import Router as RouterWeights
 from megatron_sp.parallel.forward_context import ForwardContext
-from megatron_sp.parallel.layers import ColumnParallelLinear, RowParallelLinear, WeightInit, output_std
+from megatron_sp.parallel.layers import WeightInit, output_std
 from megatron_sp.parallel.parallel_context import ExpertParallel, ParallelContext
 from megatron_sp.parallel.router_pass import BalanceSpec, RouterStep
 
@@ -36,7 +37,6 @@ def routing_of(config: ModelConfig) -> RoutingSpec:
 
 
 def router_step(config: ModelConfig, ep: ExpertParallel, device: torch.device) -> RouterStep:
-    """Make what routers tell a training step."""
     assert config.num_layers
     kind = config.balance_kind
     spec = BalanceSpec(kind, config.moe_aux_loss_coeff if kind != "none" else 0.0, config.moe_z_loss_coeff or 0.0)
@@ -108,8 +108,6 @@ class StackedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """A rank's experts; if they are gated, the rows of fc1 are [gate | up]."""
-
     def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.num_experts and config.hidden_size and config.num_layers
@@ -127,17 +125,7 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
-        assert config.hidden_size and config.num_layers
-        std, activation, ffn = config.init_method_std, Activation(config.activation), config.shared_expert_size
-        rank_ffn = ffn // layout.tp.size
-        runs = tuple((half * ffn + layout.tp.rank * rank_ffn, rank_ffn) for half in range(activation.width_factor))
-        rows = ShardSpec.split((ffn * activation.width_factor, config.hidden_size), 0, runs)
-        init = WeightInit(f"{name}.linear_fc1", std, seed, dtype)
-        self.linear_fc1 = ColumnParallelLinear(rows, init, bias=config.mlp_bias, layout=layout)
-        init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
-        self.linear_fc2 = RowParallelLinear(
-            ffn, config.hidden_size, init, bias=config.mlp_bias, layout=layout, activation=activation
-        )
+        self.linear_fc1, self.linear_fc2 = mlp_linears(config, config.shared_expert_size, name, seed, dtype, layout)
 
 
 def _weights(experts: Experts | SharedExpert) -> ExpertWeights:
@@ -146,8 +134,6 @@ def _weights(experts: Experts | SharedExpert) -> ExpertWeights:
 
 
 class ExpertMLP(nn.Module):
-    """Router, experts and shared expert in place of ``transformer.MLP``."""
-
     def __init__(
         self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext
     ) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.attention import SITE_EMBEDDING, SelfAttention
-from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import TransformerBlock
 from megatron_sp.models.unit_order import ends_recomputed, expand_order, recompute_plan, unit_order
-from megatron_sp.ops.attention import keeps_results
+from megatron_sp.ops.attention import why_repeated
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
+from megatron_sp.ops.rotary import RotaryStretch, rotary_tables
 from megatron_sp.parallel.forward_context import (
     TABLE,
     ForwardContext,
@@ -107,8 +107,6 @@ class Blocks(nn.Module):
 
 
 class Stack(nn.Module):
-    """The blocks, and the final norm, if the blocks are pre-norm and the head is on this rank."""
-
     def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext, *, has_head: bool) -> None:
         super().__init__()
         assert config.hidden_size
@@ -212,7 +210,6 @@ class LanguageModel(nn.Module):
                 block.mlp.router.update_bias(loads[block.mlp.number], self.config.moe_router_bias_update_rate, skip)
 
     def units(self) -> list[Unit]:
-        """Return this rank's units in the order of the forward pass."""
         return list(self._units)
 
     def units_together(self) -> list[tuple[int, ...]]:
@@ -220,7 +217,6 @@ class LanguageModel(nn.Module):
         return [units for units in self._units_of_layer.values() if len(units) > 1]
 
     def unit_order(self, *, backward: bool) -> list[int]:
-        """Return the order in which a pass of a whole model reads its units."""
         layers, again = len(self.stack.layers), self._reads_embedding_again
         order = unit_order(self.kernels, layers, tied=self.is_tied, backward=backward, embedding_again=again)
         return expand_order(order, [(0,), *self._units_of_layer.values(), (len(self._units) - 1,)])
@@ -283,8 +279,8 @@ class LanguageModel(nn.Module):
         return x if self.stack.final_layernorm is None else self.stack.final_layernorm(x)
 
     def stage_order(self, stage: Stage, *, backward: bool, trained: bool = True) -> list[int]:
-        """Return the order in which a pass of a stage reads its units; backward begins with the head's forward."""
-        # not ``trained``: a backward pass does not follow, and the forward pass has the head
+        # in which a pass of a stage reads its units; backward begins with the head's forward. Not ``trained``: a
+        # backward pass does not follow, and the forward pass has the head
         layers = [self._units_of_layer[layer] for layer in range(stage.start, stage.stop)]
         head = [self._index["head"]] if stage.is_last else []
         head += [self._index[TABLE if self.shares_table else "embedding"]] if stage.is_last and self.is_tied else []
@@ -296,7 +292,7 @@ class LanguageModel(nn.Module):
         return [*head, *chain(*(layers[unit - 1] for unit in back)), *([self._index["embedding"]] if again else [])]
 
     def before_backward(self, stage: Stage, events: UnitEvents) -> None:
-        """Report which unit the backward pass of a stage reads first, unless it is the head, which reports itself."""
+        # reports which unit backward reads first, unless it is the head, which reports itself
         if not stage.is_last and not ends_recomputed(self.kernels, len(stage)):
             for unit in self._units_of_layer[stage.stop - 1]:
                 events.before_use(unit)
@@ -313,9 +309,8 @@ class LanguageModel(nn.Module):
 
     def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
         again, dropout = self.kernels.recompute_attention, 0.0 if ctx.dropout is None else self.config.attention_dropout
-        keeps = keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout)
-        gives_lse = not ctx.repeats_attention and keeps
-        if again == "full" or not (gives_lse or ctx.plan is not None):  # attention in pieces has it from every kernel
+        repeated = ctx.repeats_attention or why_repeated(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout)
+        if again == "full" or (repeated and ctx.plan is None):  # attention in pieces has its lse from every kernel
             return ctx
         return replace(ctx, kept=KeptTensors(), keeps_received=again == "none" and self.layout.sp.size > 1)
 
@@ -351,6 +346,20 @@ class LanguageModel(nn.Module):
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
         remakes = self.kernels.recompute_qkv and torch.is_grad_enabled()
         return replace(ctx, recompute_core=again, remakes_heads=remakes, mlp_chunks=self.kernels.mlp_chunks)
+
+
+def rotary_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Return cos and sin for positions, int64 [s] or [s, b], in ``dtype``; None without rotary embedding."""
+    if config.position_embedding_type != "rope":
+        return None
+    stretch = RotaryStretch(config.rotary_seq_len_interpolation_factor)
+    if config.use_rope_scaling:
+        stretch = RotaryStretch(
+            config.rope_scaling_factor, config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor,
+            config.rope_scaling_original_length,
+        )  # fmt: skip
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return rotary_tables(positions, config.rotary_dim, config.rotary_base, wide, stretch)
 
 
 def _recomputed(

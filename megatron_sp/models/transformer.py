@@ -31,22 +31,32 @@ if TYPE_CHECKING:
     from megatron_sp.models.experts import ExpertMLP
 
 
+def mlp_linears(
+    config: ModelConfig, ffn: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    # a tp rank's part of the layers of an MLP that is ``ffn`` wide
+    assert config.hidden_size and config.num_layers
+    std, h, activation, own = (
+        config.init_method_std,
+        config.hidden_size,
+        Activation(config.activation),
+        ffn // layout.tp.size,
+    )
+    runs = tuple((half * ffn + layout.tp.rank * own, own) for half in range(activation.width_factor))
+    rows = ShardSpec.split((ffn * activation.width_factor, h), 0, runs)
+    init = WeightInit(f"{name}.linear_fc1", std, seed, dtype)
+    fc1 = ColumnParallelLinear(rows, init, bias=config.mlp_bias, layout=layout)
+    init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
+    return fc1, RowParallelLinear(ffn, h, init, bias=config.mlp_bias, layout=layout, activation=activation)
+
+
 class MLP(nn.Module):
     """MLP: fc1, activation, fc2; if it is gated, the rows of fc1 are [gate | up]."""
 
     def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
-        assert config.hidden_size and config.num_layers
-        std, bias, activation = config.init_method_std, config.mlp_bias, Activation(config.activation)
-        ffn, mine = config.ffn_size, config.ffn_size // layout.tp.size
-        runs = tuple((half * ffn + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
-        rows = ShardSpec.split((ffn * activation.width_factor, config.hidden_size), 0, runs)
-        h = config.hidden_size
-        init = WeightInit(f"{name}.linear_fc1", std, seed, dtype)
-        self.linear_fc1 = ColumnParallelLinear(rows, init, bias=bias, layout=layout)
-        init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
-        self.linear_fc2 = RowParallelLinear(ffn, h, init, bias=bias, layout=layout, activation=activation)
-        self.activation, self.tp = activation, layout.tp
+        self.activation, self.tp = Activation(config.activation), layout.tp
+        self.linear_fc1, self.linear_fc2 = mlp_linears(config, config.ffn_size, name, seed, dtype, layout)
         self.main_grad: MainGrad | None = None
 
     def forward(
@@ -134,7 +144,7 @@ class TransformerBlock(nn.Module):
         return out if dropout is None else dropped_onto(x if onto is None else onto, out, dropout)
 
     def units(self, name: str) -> list[Unit]:
-        """Return the block as units: all of it, or its experts apart, which other ranks may have others of."""
+        # all of it, or its experts apart, of which other ranks may have others
         if isinstance(self.mlp, MLP):
             return [Unit(name, self, "block")]
         others = {child: module for child, module in self.named_children() if child != "mlp"}

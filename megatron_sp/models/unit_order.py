@@ -28,19 +28,15 @@ def ends_recomputed(kernels: KernelConfig, num_layers: int) -> bool:
 
 
 def expand_order(order: Sequence[int], units: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return an order with the units that each number stands for: those of a block, with its experts."""
     return [unit for number in order for unit in units[number]]
 
 
 def unit_order(
     kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool, embedding_again: bool = False
 ) -> list[int]:
-    """Return the units in the order in which a pass reads their parameters.
+    """Return the units in the order in which a pass reads their parameters; ``backward``: a forward and a backward one.
 
-    Args:
-        tied: the head uses the embedding's table.
-        backward: include the backward pass; else the forward pass only.
-        embedding_again: backward reads the embedding's parameters too, and no tied head has kept them whole.
+    With ``embedding_again`` backward reads the embedding's parameters too, and no tied head has kept them whole.
     """
     forward = list(range(num_layers + 2)) + ([0] if tied else [])
     if not backward:

@@ -3,13 +3,7 @@
 Groups are folded into the batch ([s, b*g, r, d], r queries to one key and value), so grouped-query attention needs
 neither a copy nor a special case. Packed documents, padding and windows are pieces of the square of queries and keys
 (``ops/attention_pieces.py``), and only these are computed: on the CPU by ``TiledAttention``, on a GPU by one call of a
-flash kernel for packed sequences, or a call for each piece. ``ops/attention_choice.py`` chooses the kernel:
-
-    flash2, flash3, flash4    packages of FlashAttention, on a GPU (``ops/flash_packages.py``)
-    sdpa                      torch's scaled_dot_product_attention, with its fused kernels for CPU and GPU
-    cudnn                     the same with cuDNN's kernel before its others, where that knows the mask
-    sdpa-fa3, sdpa-fa4        the same after FlashAttention 3 or 4 has taken the place of its flash kernel
-    reference                 plain matrix products; the only one whose dropout is the same in every parallel layout
+flash kernel for packed sequences, or a call for each piece. ``ops/attention_choice.py`` chooses the kernel.
 """
 
 from __future__ import annotations
@@ -44,6 +38,11 @@ from megatron_sp.ops.partial_attention import one_by_one
 from megatron_sp.ops.rotary import rotate_
 from megatron_sp.ops.tiled_attention import TiledAttention, band_mask
 
+# flash2, flash3, flash4    packages of FlashAttention, on a GPU (``ops/flash_packages.py``)
+# sdpa                      torch's scaled_dot_product_attention, with its fused kernels for CPU and GPU
+# cudnn                     the same with cuDNN's kernel before its others, where that knows the mask
+# sdpa-fa3, sdpa-fa4        the same after FlashAttention 3 or 4 has taken the place of its flash kernel
+# reference                 plain matrix products; the only one whose dropout is the same in every parallel layout
 KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", "sdpa-fa4", "reference"]
 Rotary = tuple[Tensor, Tensor]  # cos and sin
 Pieces = tuple[AttentionPiece, ...]
@@ -253,11 +252,6 @@ def _are_documents(pieces: Pieces, each: int, q: Tensor) -> bool:
     return cover and all(piece.k_stop == piece.q_stop for piece in pieces)
 
 
-def keeps_results(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
-    """Return whether ``core_attention`` can keep its results for a recomputation."""
-    return not why_repeated(kernel, device, dtype, head_dim, dropout)
-
-
 def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str:
     """Return why the results of ``core_attention`` cannot be kept for a recomputation; empty if they can.
 
@@ -295,9 +289,7 @@ def _by_piece(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, piece: AttentionPiece) -> Tensor:
         columns, n = slice(piece.sequence * each, (piece.sequence + 1) * each), len(k)
-        if causal and n < len(
-            q
-        ):  # kernels put the last query at the last key: these are at the first one, others see all
+        if causal and n < len(q):  # kernels put the last query at the last key: these are at the first, others see all
             parts = (AttentionMask(True), q[:n]), (AttentionMask(False), q[n:])
             return torch.cat([core_attention(x, k, v, m, kernel=kernel, dropout=dropout, kept=kept) for m, x in parts])
         rows = None if dropout_rows is None else dropout_rows[columns, :, piece.q_start : piece.q_stop]

@@ -1,15 +1,7 @@
 """Candidates for the attention kernel (--attention-backend), each tried on a small example before it is used.
 
-    --attention-backend         candidates, best guess first (on a CPU there are only torch's and the plain one)
-    auto                        flash4, flash3, cudnn, flash2, sdpa
-    flash                       flash4, flash3, flash2
-    fused                       sdpa
-    flash2 flash3 flash4 cudnn  that one
-    unfused, local              reference
-
-Where a package's own function fails, its kernels may still work through torch, which calls other parts of it
-(``sdpa-fa3``, ``sdpa-fa4``). The example is forward and backward of what the run will ask for: builds for another GPU
-or another torch fail there, with a reason. ``training/kernel_selection.py`` times those that are left.
+The example is forward and backward of what the run will ask for: builds for another GPU or another torch fail there,
+with a reason. ``training/kernel_selection.py`` times those that are left.
 """
 
 from __future__ import annotations
@@ -29,11 +21,14 @@ from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, PACKAGES, lse_lack
 
 ALL_SCORES = "the scores of all pairs of tokens are in memory"
+# best guess first; "unfused" and "local" are the reference, other names that kernel alone. A CPU has torch's and the
+# plain one
 _GROUPS: dict[str, tuple[KernelName, ...]] = {
     "auto": ("flash4", "flash3", "cudnn", "flash2", "sdpa"), "flash": ("flash4", "flash3", "flash2"),
     "fused": ("sdpa",),
 }  # fmt: skip
-# the name of the kernel that a package's is through torch, and what torch calls it
+# where a package's own function fails, its kernels may still work through torch, which calls other parts of it: their
+# name then, and what torch calls it
 _THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {
     "flash4": ("sdpa-fa4", "FA4"),
     "flash3": ("sdpa-fa3", "FA3"),
@@ -101,7 +96,13 @@ def find_candidates(backend: str, use: AttentionUse) -> Candidates:
         return Candidates(("reference",), "asked for")
     wanted = _GROUPS.get(backend, (cast(KernelName, backend),))
     if use.device.type != availability.GPU and backend in ("auto", "fused"):
-        return _on_cpu(backend, use)
+        if backend == "auto" and use.dropout > 0:
+            reason = "attention dropout on CPU: torch's fused kernel falls back to a slower path with it"
+            return Candidates(("reference",), reason)
+        cost = f"; with attention dropout on a CPU {ALL_SCORES}" if use.dropout > 0 else ""
+        return Candidates(
+            ("sdpa",), f"asked for{cost}" if backend == "fused" else "flash-attn not used: it needs a GPU"
+        )
     names: list[KernelName] = []
     lacks: dict[str, str] = {}
     for name in wanted:
@@ -119,14 +120,6 @@ def find_candidates(backend: str, use: AttentionUse) -> Candidates:
     if "sdpa" in wanted:
         return Candidates(("reference",), f"no fused kernel works here ({_listed(lacks)}): {ALL_SCORES}", reasons)
     raise RuntimeError(f"--attention-backend {backend} cannot be used: {_listed(lacks)}. Use --attention-backend auto.")
-
-
-def _on_cpu(backend: str, use: AttentionUse) -> Candidates:
-    if backend == "auto" and use.dropout > 0:
-        reason = "attention dropout on CPU: torch's fused kernel falls back to a slower path with it"
-        return Candidates(("reference",), reason)
-    cost = f"; with attention dropout on a CPU {ALL_SCORES}" if use.dropout > 0 else ""
-    return Candidates(("sdpa",), f"asked for{cost}" if backend == "fused" else "flash-attn not used: it needs a GPU")
 
 
 def _listed(lacks: dict[str, str]) -> str:

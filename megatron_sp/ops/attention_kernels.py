@@ -2,10 +2,6 @@
 
 That is all that a backward needs of its forward pass, so a recomputation (``parallel/recompute.py``) that has kept
 (output, lse) builds the same autograd node without computing attention again (DistFlashAttn, arXiv:2310.03294).
-
-    attend_with(kernel, q, k, v)           computes; autograd saves q, k, v, output and lse
-    the same, while results are kept       computes; output and lse are kept
-    the same, in the recomputation         computes nothing; autograd saves q, k, v and what was kept
 """
 
 from __future__ import annotations

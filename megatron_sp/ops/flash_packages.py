@@ -1,15 +1,7 @@
 """FlashAttention's packages behind one call.
 
-    kernel    package         compute capability    dropout    no window       result
-    flash2    flash-attn      8.0 and later         yes        (-1, -1)        out
-    flash3    flash_attn_3    9.0                   no         (-1, -1)        out; early versions (out, log of sums)
-    flash4    flash-attn-4    9.0, 10.x to 12.x     no         (None, None)    (out, log of sums)
-
-All take q [b, s, heads, d] and k, v [b, s, groups, d] with any strides but the last, align the causal mask at the last
-query and the last key, and sum gradients with atomics unless ``deterministic`` is set. Arguments go by name: their
-order grows in the middle from version to version. ``forward_with_lse`` and ``backward_from_lse`` call what is under
-the public functions, and ``lse_lack`` says what is not as it is known here. Lse are natural logarithms in fp32, [b,
-heads, s] or packed [heads, tokens]; a query without keys has +inf in version 2 and -inf in 3 and 4.
+``forward_with_lse`` and ``backward_from_lse`` call what is under the public functions, and ``lse_lack`` says what is
+not as it is known here.
 """
 
 from __future__ import annotations
@@ -39,6 +31,14 @@ class FlashPackage:
     has_dropout: bool
 
 
+# kernel    package         compute capability    dropout    no window       result
+# flash2    flash-attn      8.0 and later         yes        (-1, -1)        out
+# flash3    flash_attn_3    9.0                   no         (-1, -1)        out; early versions (out, log of sums)
+# flash4    flash-attn-4    9.0, 10.x to 12.x     no         (None, None)    (out, log of sums)
+# All take q [b, s, heads, d] and k, v [b, s, groups, d] with any strides but the last, align the causal mask at the
+# last query and key, and sum gradients with atomics unless ``deterministic`` is set. Arguments go by name: their
+# order grows in the middle from version to version. Lse are natural logarithms in fp32, [b, heads, s] or packed
+# [heads, tokens]; a query without keys has +inf in version 2 and -inf in 3 and 4.
 PACKAGES: dict[FlashName, FlashPackage] = {
     "flash2": FlashPackage("FlashAttention 2", "flash_attn", (8, 9, 10, 11, 12), True),
     "flash3": FlashPackage("FlashAttention 3", "flash_attn_interface", (9,), False),

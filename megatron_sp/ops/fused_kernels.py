@@ -1,13 +1,7 @@
 """Whose fused kernels compute AdamW, the norms and elementwise operations (--fused-kernels).
 
-    --fused-kernels    elementwise    norms                        AdamW (fp32 state on a GPU)    fp64, on a CPU
-    auto               Triton         Triton, else apex            apex                           torch
-    triton             Triton         Triton                       torch                          an error; torch
-    apex               Triton         apex                         apex                           an error
-    torch              torch          torch                        torch                          torch
-
-auto: what is found and loses nothing. Before a kernel is used it computes a small example here, at which builds for
-another GPU or another torch, and a Triton without a C compiler, fail with a reason.
+Before a kernel is used it computes a small example here, at which builds for another GPU or another torch, and a Triton
+without a C compiler, fail with a reason.
 """
 
 from __future__ import annotations
@@ -98,6 +92,12 @@ class KernelUse:
     deterministic: bool = False  # --deterministic-mode
 
 
+# --fused-kernels    elementwise    norms                        AdamW (fp32 state on a GPU)    fp64, on a CPU
+# auto               Triton         Triton, else apex            apex                           torch
+# triton             Triton         Triton                       torch                          an error; torch
+# apex               Triton         apex                         apex                           an error
+# torch              torch          torch                        torch                          torch
+# auto: what is found and loses nothing
 def choose_fused_kernels(asked: str, use: KernelUse) -> FusedKernels:
     """Choose the kernels for --fused-kernels; with ``asked`` "torch" nothing of the others is imported.
 
@@ -110,9 +110,9 @@ def choose_fused_kernels(asked: str, use: KernelUse) -> FusedKernels:
     if asked == "torch" or use.norm is None:
         lack = ""
     else:
-        as_is = replace(use, norm=None, offload=False, deterministic=False)
-        lack = _lack_of_triton(use) or _trial(_elementwise_example, "Triton", as_is)
-        lack = lack or _trial(_triton_norm_example, "Triton", use)
+        lack = _lack_of_triton(use) or _trial(
+            _triton_example, "Triton", replace(use, offload=False, deterministic=False)
+        )
     if asked == "triton" and lack:
         raise RuntimeError(
             f"--fused-kernels triton cannot be used: {lack}. Use --fused-kernels auto, which takes torch's kernels"
@@ -229,12 +229,12 @@ def _adamw_example(use: KernelUse) -> float:
 
 
 def _norm_example(use: KernelUse) -> float:
+    return _difference(_norm_results(use, "apex"), _norm_results(use, "torch"))
+
+
+def _norm_results(use: KernelUse, kernel: Literal["apex", "torch"]) -> list[Tensor | None]:
     assert use.norm is not None
-    kernels: tuple[Literal["apex", "torch"], ...] = ("apex", "torch")
-    return _difference(*(_norm_results(use, replace(use.norm, kernel=kernel)) for kernel in kernels))
-
-
-def _norm_results(use: KernelUse, spec: NormSpec) -> list[Tensor | None]:
+    spec = replace(use.norm, kernel=kernel)
     x, grad, add = (_wave(6, 5, 64, use=use, dtype=use.dtype, phase=i) for i in range(3))
     weight, shift = (_wave(64, use=use, dtype=use.dtype, phase=3 + i) for i in range(2))
     bias = shift if spec.kind == "LayerNorm" else None
@@ -242,20 +242,11 @@ def _norm_results(use: KernelUse, spec: NormSpec) -> list[Tensor | None]:
     return [y, *norm_backward(grad, x, weight, bias, stats, spec, (True, True, bias is not None), add)]
 
 
-def _triton_norm_example(use: KernelUse) -> float:
-    assert use.norm is not None
-    results = []
-    for yes in (True, False):
-        with launch.using_triton(yes):
-            results.append(_norm_results(use, replace(use.norm, kernel="torch")))
-    return _difference(*results)
-
-
-def _elementwise_example(use: KernelUse) -> float:
+def _triton_example(use: KernelUse) -> float:
     results: list[list[Tensor | None]] = []
     for yes in (True, False):
         with launch.using_triton(yes):
-            results.append(_elementwise_results(use))
+            results.append([*_elementwise_results(use), *_norm_results(use, "torch")])
     return _difference(*results)
 
 

@@ -1,17 +1,4 @@
-"""Attention kernels of a GPU that give the log of the sums (lse), as ``attention_kernels.LseKernel``.
-
-    kernel          lse, fp32                                        lse of a query without keys    causal mask
-    aligned at
-    TorchFlash      [m, r, s_q]; packed [heads, tokens]              +inf, as flash2                the last query
-    and key
-    PackageFlash    [m, r, s_q]; packed [heads, tokens]              flash2 +inf; the others -inf   the last query
-    and key
-    CUDNN           [m, r, s_q], of cuDNN itself [m, r, s_q, 1]      not known                      the first query
-    and key
-
-Backward takes any output and lse of these shapes, such as those over more keys than these: a query with +inf or with an
-lse far above its own adds nothing; -inf would give infinite probabilities.
-"""
+"""Attention kernels of a GPU that give the log of the sums (lse), as ``attention_kernels.LseKernel``."""
 
 from __future__ import annotations
 
@@ -34,6 +21,13 @@ from megatron_sp.ops.flash_packages import FlashName, Lengths, Pairs
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
+# kernel          lse, fp32                                      of a query without keys     causal mask ends at
+# TorchFlash      [m, r, s_q]; packed [heads, tokens]            +inf, as flash2             the last query and key
+# PackageFlash    [m, r, s_q]; packed [heads, tokens]            flash2 +inf; others -inf    the last query and key
+# CUDNN           [m, r, s_q], of cuDNN itself [m, r, s_q, 1]    not known                   the first query and key
+#
+# Backward takes any output and lse of these shapes, such as those over more keys than these: a query with +inf or with
+# an lse far above its own adds nothing; -inf would give infinite probabilities.
 class FlashKernel(Protocol):
     """Interface of a flash kernel; tensors are [b, s, heads, d], or packed [tokens, heads, d], k and v with fewer."""
 
@@ -78,8 +72,6 @@ class TorchFlash:
 
 @dataclass(frozen=True)
 class PackageFlash:
-    """FlashAttention 2, 3 or 4 as a package."""
-
     name: FlashName
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -100,11 +92,9 @@ class PackageFlash:
         def allocate_wide() -> Tensors:
             return torch.empty_like(wide_q), torch.empty_like(wide_k), torch.empty_like(wide_v)
 
-        grads = flash_packages.backward_from_lse(
-            self.name, grad, wide_q, wide_k, wide_v, out, lse, pairs, allocate_wide, scale=_scale(q)
-        )
-        of_q, of_k, of_v = (t[..., : like.shape[-1]] for t, like in zip(grads, (q, k, v), strict=True))
-        return of_q, of_k, of_v
+        operands = grad, wide_q, wide_k, wide_v, out, lse, pairs, allocate_wide
+        of_q, of_k, of_v = flash_packages.backward_from_lse(self.name, *operands, scale=_scale(q))
+        return of_q[..., : q.shape[-1]], of_k[..., : k.shape[-1]], of_v[..., : v.shape[-1]]
 
 
 def _scale(q: Tensor) -> float:
@@ -185,14 +175,8 @@ class Packed:
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: tuple[AttentionPiece, ...], columns: int, kernel: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute the attention of all documents in one call of a GPU kernel that autograd differentiates.
-
-    Args:
-        q, k, v: [s, m, r, d], [s, m, 1, d].
-        documents: their pieces, in order, which cover every row.
-        columns: of m per sequence.
-        kernel: of q, k, v [tokens, heads, d], cumulative lengths int32 [n + 1], longest length.
-    """
+    # attention of q [s, m, r, d] in one call of a kernel that autograd differentiates, of q, k, v [tokens, heads, d],
+    # cumulative lengths, int32 [n + 1], and the longest; ``documents`` and ``columns`` as in ``Packed``
     by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=columns) for t in (q, k, v)]
     lengths = lengths_of(documents, q.shape[0], q.device)
     out = kernel(*by_token, lengths.ends_q, lengths.longest_q)
@@ -233,14 +217,14 @@ class CUDNN:
         return Gradients(grad_q, grad_k, grad_v)
 
     def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-        return _with_groups(q, k, v) if self.groups else by_head(q, k, v)
+        return _by_head_in_groups(q, k, v) if self.groups else by_head(q, k, v)
 
 
 def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> CUDNN | None:
     """Return cuDNN's kernel if SDPA would give it forward and backward of this, or None."""
     r = q.shape[2]
     for groups in (True, False) if r > 1 else (False,):
-        operands = _with_groups(q, k, v) if groups else by_head(q, k, v)
+        operands = _by_head_in_groups(q, k, v) if groups else by_head(q, k, v)
         # in both passes alike: it takes more without gradients
         query, key, value = (t.detach().requires_grad_() for t in operands)
         params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, groups)
@@ -249,6 +233,6 @@ def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> CUDNN | None:
     return None
 
 
-def _with_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+def _by_head_in_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     # [s, m, r|1, d] to [m, r|1, s, d] without a copy
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

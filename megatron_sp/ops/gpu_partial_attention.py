@@ -1,15 +1,8 @@
 """Attention in pieces by GPU kernels, and the choice between them and the CPU's (``piece_kernel``).
 
 ``FlashPieces`` is a flash kernel for packed sequences: pieces of one kind are sequences of one call, those of a stage's
-own rank a call for the diagonals and one for the full pieces, those of another rank one call; bands are called together
-if their windows lie alike. ``DensePieces`` is a call of cuDNN's kernel for each piece; it takes no bands. No sequence
-has no keys: the kernel would give such rows lse = inf (Dao-AILab/flash-attention #978).
-
-The kernel aligns its masks at a piece's last query and last key. Query a of n sees key b of m if
-
-    -left <= b - (a + m - n) <= right
-
-which for a band, 0 <= a + offset - b < window, are right = offset - m + n and left = window - 1 - right.
+own rank a call for the diagonals and one for the full pieces, those of another rank one call. ``DensePieces`` is a call
+of cuDNN's kernel for each piece; it takes no bands.
 """
 
 from __future__ import annotations
@@ -157,9 +150,9 @@ def _empty(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class DensePieces:
-    """cuDNN's kernel, a call for each piece; ``groups`` as for ``gpu_kernels.CUDNN``."""
+    """cuDNN's kernel, a call for each piece."""
 
-    groups: bool
+    groups: bool  # as for ``gpu_kernels.CUDNN``
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
         k, v = kv.split(q.x.shape[-1])
@@ -185,12 +178,9 @@ class DensePieces:
         for piece in stage.pieces:
             queries = q.slice(piece.sequence, piece.q_start, piece.q_stop - piece.q_start)
             keys = kv.slice(piece.sequence, piece.k_start, piece.k_stop - piece.k_start)
-            yield self._kernel(piece), queries, keys, piece
-
-    def _kernel(self, piece: AttentionPiece) -> CUDNN:
-        if piece.kind == "band":
-            raise ValueError("cuDNN's kernel in pieces has no windows: use torch's flash kernel (sdpa)")
-        return CUDNN(piece.kind == "diagonal", self.groups)
+            if piece.kind == "band":
+                raise ValueError("cuDNN's kernel in pieces has no windows: use torch's flash kernel (sdpa)")
+            yield CUDNN(piece.kind == "diagonal", self.groups), queries, keys, piece
 
 
 def _calls(stage: Stage) -> tuple[_Call, ...]:
@@ -199,7 +189,11 @@ def _calls(stage: Stage) -> tuple[_Call, ...]:
 
 
 def calls_of(pieces: tuple[AttentionPiece, ...], window: int | None) -> tuple[_Call, ...]:
-    """Return the kernel calls of a stage: pieces of one kind together, unless they share queries."""
+    # pieces of one kind together, unless they share queries; bands, if their windows lie alike. The kernel aligns its
+    # masks at a piece's last query and last key: query a of n sees key b of m if
+    #     -left <= b - (a + m - n) <= right
+    # which for a band, 0 <= a + offset - b < window, are right = offset - m + n and left = window - 1 - right. No
+    # sequence has no keys: the kernel would give such rows lse = inf (Dao-AILab/flash-attention #978)
     groups: dict[tuple[bool, int, int], list[list[AttentionPiece]]] = {}
     for piece in sorted(pieces, key=lambda p: (p.sequence, p.q_start)):
         left = right = -1

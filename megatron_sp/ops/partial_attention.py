@@ -220,12 +220,11 @@ class BackwardInputs(NamedTuple):
 
 
 class PieceKernel(Protocol):
-    """Computes the pieces of a stage, for heads that are uniform.
+    """Computes the pieces of a stage, for heads that are uniform."""
 
-    Each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d]): what
-    travels between ranks is one tensor, of which a run of rows is a view. ``row_keys``, int32 [n, m, r, 1], are for
-    dropout by hash.
-    """
+    # each row of ``kv`` has a head's key and its value side by side, [rows, m, d + d_v] (or [rows, m, 2, d]): what
+    # travels between ranks is one tensor, of which a run of rows is a view. ``row_keys``, int32 [n, m, r, 1], are for
+    # dropout by hash
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
         """Continue ``so_far`` with the attention of q [n, m, r, d] over kv."""

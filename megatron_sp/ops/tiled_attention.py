@@ -2,9 +2,7 @@
 
 ``CPUFlash`` and ``Reference`` continue a softmax over the keys of several ranks; ``TiledAttention`` is for all keys at
 once. A band is cut into tiles of queries with the keys that they reach, so that no mask is as large as a long piece;
-anything else is one tile. Small tiles of one shape are copied side by side, diagonals of about the same length padded
-to the longest: causal attention never sees later positions, and their gradient is zero. No tile has a query without
-keys: torch's CPU kernel gives such a row lse = 0, which would win over real rows.
+anything else is one tile. Small tiles of one shape are copied side by side.
 """
 
 from __future__ import annotations
@@ -40,7 +38,10 @@ class _Call:
 
 
 def _calls(stage: Stage, q: Tensor, v_width: int, bands: bool) -> tuple[_Call, ...]:
-    # kernel calls whose results take about 1 MiB each (``ops/allocator.py :: blocks``); a large tile has its own
+    # kernel calls whose results take about 1 MiB each (``ops/allocator.py :: blocks``); a large tile has its own.
+    # Diagonals of about the same length are padded to the longest: causal attention never sees later positions, and
+    # their gradient is zero. No tile has a query without keys: torch's CPU kernel gives such a row lse = 0, which would
+    # win over real rows
     each, row = q.shape[1], q.shape[2] * max(q.shape[3], v_width) * q.element_size()
 
     def make() -> Iterator[_Call]:
@@ -119,16 +120,16 @@ _CallParts = tuple[_Call, _Places, _Places, _Block]
 
 
 class _TileKernel:
-    """A kernel that computes tiles, whatever computes one of them: a ``PieceKernel``."""
+    # a ``PieceKernel`` that computes tiles, whatever computes one of them
 
     dropout = 0.0
 
     def attend(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Return out [n, r, rows, d_v] and lse [n, r, rows]."""
+        # out [n, r, rows, d_v] and lse [n, r, rows]
         raise NotImplementedError
 
     def attend_backward(self, block: _Block, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensors:
-        """Return the gradients of q, and of k and v for each query or summed over r."""
+        # the gradients of q, and of k and v for each query or summed over r
         raise NotImplementedError
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
@@ -163,7 +164,7 @@ class _TileKernel:
     def calls(
         self, stage: Stage, q: Rows, k: Rows, v: Rows, row_keys: Rows | None, *, bands: bool = True
     ) -> Iterator[_CallParts]:
-        """Yield each kernel call, the places of its queries and keys, its operands; ``bands``: of ``batches_of``."""
+        # each kernel call, the places of its queries and keys, its operands; ``bands``: of ``batches_of``
         for call in _calls(stage, q.x, v.x.shape[-1], bands):
             queries, keys, keep = _Places(call, q, keys=False), _Places(call, k, keys=True), None
             if self.dropout > 0:
@@ -181,8 +182,6 @@ def _summed_queries(x: Tensor) -> Tensor:
 
 
 class CPUFlash(_TileKernel):
-    """torch's fused CPU kernel."""
-
     def attend(self, block: _Block) -> tuple[Tensor, Tensor]:
         return cpu_flash(*self._arguments(block))
 
@@ -283,7 +282,7 @@ class Reference(_TileKernel):
 
 
 def band_mask(tile: Tile, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the additive mask [queries, keys] of a tile of a band: 0 where a query sees a key, else -inf."""
+    # additive, [queries, keys], of a tile of a band: 0 where a query sees a key, else -inf
     first = window - 1 - tile.offset
     return _whole_band(window, dtype, device)[: tile.queries, first : first + tile.keys]
 

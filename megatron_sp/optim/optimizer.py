@@ -147,14 +147,21 @@ class FlatOptimizer:
             if not by_kernel and divisor is not None:
                 for shard in grads:
                     shard.div_(divisor)
-            self._update(batch, grads, scalars, rates, weight_decay, updated)
+            self._update(batch, grads, scalars, rates, weight_decay)
+            if self.host is None:
+                refresh_params([self.units[index] for index in batch])
+            for index in batch:
+                if self.host is not None:
+                    self.host.send(index)
+                if updated is not None:
+                    updated(index)
 
     def take_back(self) -> None:
         self.num_updates -= 1
 
     def _update(
         self, batch: Sequence[int], grads: Sequence[Tensor], scalars: Sequence[UpdateScalars],
-        rates: tuple[float, float], weight_decay: float, updated: Callable[[int], None] | None,
+        rates: tuple[float, float], weight_decay: float,
     ) -> None:  # fmt: skip
         c = self.config
         # what is updated alike goes into one call: (params, grads, exp_avg, exp_avg_sq), parts of units
@@ -183,13 +190,6 @@ class FlatOptimizer:
                     lr=numbers.lr, dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
                     grad_scale=numbers.divisor, found_inf=numbers.skip,
                 )  # fmt: skip
-        if self.host is None:
-            refresh_params([self.units[index] for index in batch])
-        for index in batch:
-            if self.host is not None:
-                self.host.send(index)
-            if updated is not None:
-                updated(index)
 
 
 class _Run(NamedTuple):

@@ -156,10 +156,6 @@ class WholeWeights:
         if unit.frozen is not None:
             unit.frozen.unbind()
 
-    @property
-    def whole_units(self) -> list[str]:
-        return [self.units[index].name for index in sorted(self._residency.place)] if self.stage == 3 else []
-
 
 class UnitWork:
     """Gathers and reduces units as a pass reports them (``parallel.forward_context.UnitEvents``)."""

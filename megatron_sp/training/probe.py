@@ -26,7 +26,7 @@ from megatron_sp.config.rules_layout import with_split
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.layout import row_mask_of
 from megatron_sp.models.attention import SelfAttention
-from megatron_sp.models.positions import rotary_of
+from megatron_sp.models.language_model import rotary_of
 from megatron_sp.ops.attention import AttentionMask, KernelName
 from megatron_sp.ops.attention_choice import activate
 from megatron_sp.parallel.context_plan import plan_context

@@ -87,15 +87,18 @@ def by_stages(kernel: PieceKernel, stages: list[tuple[Stage, Rows]], q: Tensor, 
     return {"out": out, "lse": so_far.lse[so_far.lse > -torch.inf], "q": d_q, **found}
 
 
-def of_a_rank(kernel: PieceKernel, mask: RowMask, r: int, d: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+def of_a_rank(
+    kernel: PieceKernel, mask: RowMask, r: int, d: int, dtype: torch.dtype, device: str = "cpu", d_v: int | None = None
+) -> dict[str, Tensor]:  # fmt: skip
     """Output and gradients of one of three ranks of context parallelism, of two sequences, on values that bf16 has."""
+    d_v = d_v or d
     plan, rank = plan_context(mask, cut_row(mask, 3, 2)), 1
     columns, length = Columns(2, plan.alike), plan.lengths[rank]
-    q, d_out = (randn(length, 4, r, d, seed=seed).bfloat16().to(device, dtype) for seed in (0, 1))
+    q, d_out = (randn(length, 4, r, width, seed=seed).bfloat16().to(device, dtype) for seed, width in enumerate((d, d_v)))
     stages = []
     for source in range(3):
         rows = [sum(y - x for x, y in runs) for runs in plan.rows(rank, source)]
-        kv = randn(length if source == rank else max([1, *rows]), 4, 2, d, seed=2 + source).bfloat16().to(device, dtype)
+        kv = randn(length if source == rank else max([1, *rows]), 4, d + d_v, seed=2 + source).bfloat16().to(device, dtype)
         keys = Rows.interleaved(kv, columns.sequences) if source == rank else message(kv, 2, plan.alike)
         stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
     return {name: x.double().cpu() for name, x in by_stages(kernel, stages, q, d_out, columns).items()}

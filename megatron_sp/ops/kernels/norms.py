@@ -207,7 +207,8 @@ def forward(
     rows = x.numel() // width
     y = torch.empty_like(x)
     stats = torch.empty(2 if centered else 1, rows, dtype=torch.float32, device=x.device)
-    block, tile = _tile(width)
+    block = min(power_of_2(width), WIDEST)  # columns, and rows, that a program works on at a time
+    tile = max(1, _TILE // block)
     launch(
         norm_forward_kernel, (ceil_div(rows, tile),),
         (x, weight, weight if bias is None else bias, y, stats, rows, width, eps),
@@ -233,7 +234,10 @@ def backward(
     programs = min(ceil_div(rows, tile), _MOST_WIDE_PROGRAMS if is_wide else _MOST_PROGRAMS)
     grad_x = torch.empty_like(x) if need[0] else None
     sums = torch.empty(num_sums, programs, width, dtype=torch.float32, device=x.device)
-    ahead = {} if is_wide else {"AHEAD": _ahead(width, block * tile, x.element_size())}
+    ahead = {}
+    if not is_wide:  # tiles (of both gradients and x), less one, that are on their way while one is computed
+        fit = _SHARED_BYTES // (3 * block * tile * x.element_size())
+        ahead["AHEAD"] = min(_MOST_AHEAD, 1 + fit) if width % 16 == 0 else 1
     added, to = x if add is None else add, x if grad_x is None else grad_x
     launch(
         wide_norm_backward_kernel if is_wide else norm_backward_kernel, (programs,),
@@ -257,15 +261,3 @@ def backward(
     if elsewhere:
         put(elsewhere)
     return grad_x, results[0], results[1]
-
-
-def _ahead(width: int, elements: int, num_bytes: int) -> int:
-    # how many tiles (of the gradient, of x, and of the other gradient), less one, are on their way while one is
-    # computed
-    return min(_MOST_AHEAD, 1 + _SHARED_BYTES // (3 * elements * num_bytes)) if width % 16 == 0 else 1
-
-
-def _tile(width: int) -> tuple[int, int]:
-    # (columns, rows) that a program of the forward pass works on at a time
-    block = min(power_of_2(width), WIDEST)
-    return block, max(1, _TILE // block)

@@ -319,8 +319,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, not (lack or broken), version, lack or broken))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         if launcher is None:
-            monkeypatch.setattr(fused_kernels, "_elementwise_example", lambda use: 0.0)
-            monkeypatch.setattr(fused_kernels, "_triton_norm_example", lambda use: 0.0)
+            monkeypatch.setattr(fused_kernels, "_triton_example", lambda use: 0.0)
         else:
             monkeypatch.setattr(launch, "DEVICE", "cpu")
             monkeypatch.setattr(launch, "launcher", launcher)

@@ -136,9 +136,9 @@ OF_16_BITS = {
 
 
 @pytest.mark.parametrize("mask", OF_16_BITS)
-@pytest.mark.parametrize("r", [1, 3])
+@pytest.mark.parametrize("r, d_v", [(1, D), (3, D), (3, 2 * D)])
 @pytest.mark.parametrize("name", [*FLASH_NAMES, "torch", "cudnn"])
-def test_the_kernels_of_gpus(install_flash: Install, torchs: None, name: str, r: int, mask: str) -> None:
+def test_the_kernels_of_gpus(install_flash: Install, torchs: None, name: str, r: int, d_v: int, mask: str) -> None:
     """Those of the packages, torch's and cuDNN's, all of them stand-ins with the real ones' arguments."""
     install_flash((9, 0), flash2=FLASH2 + UNDER_FLASH2, flash3=FLASH3, flash4=FLASH4 + UNDER_FLASH4)
     kernel: Any = FlashPieces(TorchFlash()) if name == "torch" else FlashPieces(PackageFlash(name))  # type: ignore[arg-type]
@@ -147,7 +147,9 @@ def test_the_kernels_of_gpus(install_flash: Install, torchs: None, name: str, r:
         with pytest.raises(ValueError, match="has no windows"):
             of_a_rank(kernel, OF_16_BITS[mask], r, D, torch.bfloat16)
         return
-    found, want = (of_a_rank(k, OF_16_BITS[mask], r, D, dtype) for k, dtype in ((kernel, torch.bfloat16), (CPUFlash(), torch.float64)))
+    found, want = (
+        of_a_rank(k, OF_16_BITS[mask], r, D, dtype, d_v=d_v) for k, dtype in ((kernel, torch.bfloat16), (CPUFlash(), torch.float64))
+    )
     for name_of, x in want.items():
         assert float((found[name_of] - x).norm()) <= 2e-2 * max(float(x.norm()), 1.0), name_of
 

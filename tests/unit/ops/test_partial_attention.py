@@ -35,18 +35,20 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def dense(q: Tensor, kv: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Out and lse by all scores; ``seen``: bool [b, s, s]."""
-    scores = torch.einsum("qmrd,kmd->mrqk", q, kv[:, :, 0]) / math.sqrt(q.shape[-1])
+    d = q.shape[-1]
+    k, v = kv.flatten(2)[..., :d], kv.flatten(2)[..., d:]
+    scores = torch.einsum("qmrd,kmd->mrqk", q, k) / math.sqrt(d)
     hidden = ~seen.repeat_interleave(q.shape[1] // len(seen), 0)[:, None]
     lse = torch.logsumexp(scores.masked_fill(hidden, -torch.inf), dim=-1)
     probs = torch.softmax(scores.masked_fill(hidden, torch.finfo(q.dtype).min), dim=-1).masked_fill(hidden, 0.0)
-    return torch.einsum("mrqk,kmd->qmrd", probs, kv[:, :, 1]), lse.permute(2, 0, 1)
+    return torch.einsum("mrqk,kmd->qmrd", probs, v), lse.permute(2, 0, 1)
 
 
 def by_pieces(
     kernel: PieceKernel, stages: list[Stage], q: Tensor, kv: Tensor, d_out: Tensor, columns: Columns, row_keys: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Out, lse and gradients with the keys of all stages in one tensor."""
-    rows, so_far = Rows.interleaved(kv, columns.sequences), Partial(q, columns)
+    rows, so_far = Rows.interleaved(kv, columns.sequences), Partial(q, columns, d_out.shape[3])
     for stage in stages:
         attend(kernel, stage, q, rows, so_far, columns, row_keys)
     wide = wide_dtype(q.dtype)
@@ -99,11 +101,13 @@ def test_pieces_of_all_kinds_add_up(kernel: PieceKernel, r: int, sizes: None, in
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["cpu flash", "reference"])
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("counts", [None, (2, 2, 1, 3)])
-def test_sequences_differ_and_heads_are_uneven(kernel: PieceKernel, alike: bool, counts: tuple[int, ...] | None, sizes: None) -> None:
+@pytest.mark.parametrize("counts, d_v", [(None, D), (None, 3), ((2, 2, 1, 3), D), ((2, 2, 1, 3), 9)])
+def test_sequences_differ_heads_are_uneven_and_values_of_another_width(
+    kernel: PieceKernel, alike: bool, counts: tuple[int, ...] | None, d_v: int, sizes: None
+) -> None:
     b, groups = 2, 3 if counts is None else len(counts)
     m, r = (b * groups, 2) if counts is None else (b * sum(counts), 1)
-    q, kv, d_out = randn(S, m, r, D), randn(S, b * groups, 2, D, seed=1), randn(S, m, r, D, seed=2)
+    q, kv, d_out = randn(S, m, r, D), randn(S, b * groups, D + d_v, seed=1), randn(S, m, r, d_v, seed=2)
     if alike:
         pieces: tuple[Piece, ...] = tuple(Piece(-1, *piece[1:]) for piece in MIXED)  # type: ignore[index]
         seen = pairs_of(pieces, S, MIXED_WINDOW).expand(b, -1, -1).bool()
@@ -111,10 +115,10 @@ def test_sequences_differ_and_heads_are_uneven(kernel: PieceKernel, alike: bool,
         pieces = (*MIXED, Piece(1, 0, S, 3, 7, "full"), Piece(1, 7, 15, 7, 15, "diagonal"))
         seen = pairs_of(pieces, S, MIXED_WINDOW, b).bool()
     found = by_pieces(kernel, [Stage(pieces, MIXED_WINDOW)], q, kv, d_out, Columns(b, alike, counts))
-    full = kv if counts is None else kv.view(S, b, groups, 2, D).repeat_interleave(torch.tensor(counts), dim=2).flatten(1, 2)
+    full = kv if counts is None else kv.view(S, b, groups, -1).repeat_interleave(torch.tensor(counts), dim=2).flatten(1, 2)
     want = in_full(q, full, d_out, seen)
     if counts is not None:
-        by_key = want["kv"].view(S, b, sum(counts), 2, D).split(counts, dim=2)
+        by_key = want["kv"].view(S, b, sum(counts), -1).split(counts, dim=2)
         want["kv"] = torch.stack([part.sum(2) for part in by_key], dim=2).flatten(1, 2)
     assert_same(found, want)
 

@@ -146,9 +146,9 @@ def test_the_next_unit_is_fetched_ahead(overlap: bool) -> None:
     weights.start_step(1)
     for unit, following in itertools.pairwise(ORDER[: LAYERS + 2]):
         weights.need(unit)
-        assert (str(following) in weights.whole_units) == overlap
+        assert (following in weights._residency.place) == overlap
     weights.forget()
-    assert weights.whole_units == []
+    assert not weights._residency.place
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -161,7 +161,7 @@ def test_a_unit_in_use_is_whole_whatever_the_order(order: Sequence[int], num_buf
     weights.start_step(3, order)
     for unit in [*order, *order, 3, 2, 5, *order]:
         weights.need(unit)
-        assert str(unit) in weights.whole_units
+        assert unit in weights._residency.place
 
 
 def test_a_run_does_not_copy_the_rest_of_a_long_step_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.inference.decoder import KVCache, RowPass
 from megatron_sp.models import language_model
-from megatron_sp.models.positions import rotary_of
+from megatron_sp.models.language_model import rotary_of
 from megatron_sp.models.transformer import TransformerBlock
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.dropout import DropoutKeys
