@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.op_checks import randn
-from test_gpu_attention import BF16, MASKS
+from test_gpu_attention import BF16, MASKS, use
 from torch import Tensor
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention
-from megatron_sp.ops.attention_choice import AttentionUse, activate, lack, why_repeated
+from megatron_sp.ops.attention_choice import activate, lack, why_repeated
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.flash_packages import FLASH_NAMES
 from megatron_sp.ops.gpu_kernels import CUDNN, Dense, PackageFlash, TorchFlash, takes_cudnn
@@ -24,10 +24,6 @@ pytestmark = pytest.mark.gpu
 S, M, D = 96, 4, 64
 KERNELS: tuple[KernelName, ...] = (*FLASH_NAMES, "sdpa", "cudnn", "sdpa-fa3", "sdpa-fa4")
 KEPT_MASKS = [name for name in MASKS if name != "causal padding"]  # no model has it
-
-
-def use(r: int, **more: Any) -> AttentionUse:
-    return AttentionUse(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, head_dim=D, queries_per_group=r, **more)
 
 
 def require(name: KernelName, r: int, **more: Any) -> None:

@@ -13,7 +13,7 @@ from support.layouts import Case, Sharded, check, context
 from support.tiny import make_model, shape
 from torch import Tensor
 
-from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_to_all_async, reduce_scatter_async
+from megatron_sp.comm.collectives import all_to_all_async
 from megatron_sp.comm.groups import ParallelGroups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -63,25 +63,6 @@ def test_a_layout_changes_nothing_with_two_ranks_on_one_gpu(case: Case, tmp_path
     run_gpu_ranks(_check, 2, tmp_path, case, backend="gloo")
 
 
-def _collectives(device: torch.device) -> None:
-    groups = ParallelGroups.create(device, sp_size=2)
-    rank, group = groups.sp.rank(), groups.sp
-    mine = torch.arange(6.0, device=device) + 10 * rank
-    assert all_reduce(mine.clone(), group).tolist() == [2.0 * i + 10 for i in range(6)]
-    assert all_gather_async(mine, group).wait().tolist() == [float(i + 10 * r) for r in range(2) for i in range(6)]
-    assert reduce_scatter_async(mine, group).wait().tolist() == [2.0 * i + 10 for i in range(3 * rank, 3 * rank + 3)]
-    send_counts = [4, 2]  # rank 0 gets four of everybody's elements, rank 1 two
-    receive = torch.full((2 * send_counts[rank],), float("nan"), device=device)
-    got = all_to_all_async(mine, send_counts, receive, [send_counts[rank]] * 2, group).wait()
-    start = 4 * rank
-    assert got.tolist() == [float(i + 10 * r) for r in range(2) for i in range(start, start + send_counts[rank])]
-
-
-@pytest.mark.parametrize("backend", ["gloo"] + (["nccl"] if GPUS >= 2 else []))
-def test_collectives(backend: str, tmp_path: Path) -> None:
-    run_gpu_ranks(_collectives, 2, tmp_path, backend=backend)
-
-
 def _no_waiting(device: torch.device, case: Case) -> None:
     sharded = Sharded(case, make_model(shape(**{"seq_length": case.seq, **case.model}), dtype=case.dtype), device=device)
     for watched in (False, True):  # communicators come up in the first pass
@@ -101,13 +82,6 @@ def _no_waiting(device: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.world == 2 and not c.packed], ids=str)
 def test_the_host_never_waits(case: Case, tmp_path: Path) -> None:
     run_gpu_ranks(_no_waiting, 2, tmp_path, case)
-
-
-def _streams(device: torch.device) -> None:
-    groups = ParallelGroups.create(device, sp_size=2)
-    assert groups.sp._get_backend(device).options.is_high_priority_stream
-    assert not groups.dp_cp_sp._get_backend(device).options.is_high_priority_stream
-    assert groups.sp._get_backend(device).options._timeout == groups.world._get_backend(device).options._timeout
 
 
 def _overlap(device: torch.device) -> None:
@@ -150,11 +124,6 @@ def _elapsed_ms(fn: Callable[[], object]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return statistics.median(times[3:])
-
-
-@pytest.mark.skipif(GPUS < 2, reason="NCCL wants a GPU for each rank")
-def test_tp_and_sp_have_streams_of_high_priority(tmp_path: Path) -> None:
-    run_gpu_ranks(_streams, 2, tmp_path)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="NCCL wants a GPU for each rank")

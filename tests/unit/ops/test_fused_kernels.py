@@ -20,10 +20,9 @@ from megatron_sp.ops import adamw as adamw_module
 from megatron_sp.ops import availability, fused_kernels
 from megatron_sp.ops.fused_kernels import FusedKernel, FusedKernels, KernelUse, choose_fused_kernels
 from megatron_sp.ops.kernels import launch
-from megatron_sp.ops.norm import NormInFront, NormSpec, norm, norm_backward, norm_forward
+from megatron_sp.ops.norm import NormSpec, norm, norm_backward, norm_forward
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.parallel.linear import column_linear
 
 __all__ = ["install_apex"]
 CPU = torch.device("cpu")
@@ -288,20 +287,6 @@ def test_what_apex_cannot_take_is_torchs(apex: None, monkeypatch: pytest.MonkeyP
     assert not apex_stand_in.calls
 
 
-@pytest.mark.parametrize("spec", [LAYER, RMS], ids=lambda spec: spec.kind)
-def test_a_norm_in_front_of_a_linear_layer_is_recomputed(apex: None, spec: NormSpec) -> None:
-    inputs = tensors(spec.kind) | {"w": randn(10, 6, seed=4).float()}
-    grad = torch.cat([randn(8, 3, 10, seed=5), randn(8, 3, 6, seed=6)], -1).float()
-
-    def run(i: Inputs, kernel: Any) -> Tensor:
-        in_front = NormInFront(dataclasses.replace(spec, kernel=kernel), i["weight"], i.get("bias"))
-        return torch.cat(column_linear(i["x"], i["w"], None, norm=in_front), -1)
-
-    want, got = (gradients(lambda i, k=kernel: run(i, k), leaves(**inputs), grad) for kernel in ("torch", "apex"))  # type: ignore[misc]
-    assert_law(got, want, FP32)
-    assert [call.removeprefix("rms_") for call in apex_stand_in.calls] == ["forward_affine", "forward_affine", "backward_affine"]
-
-
 # ------------------------------------------------------------------------------------------------------------------------ Triton
 
 GPU = torch.device("cuda")
@@ -385,12 +370,3 @@ def test_nothing_of_triton_is_looked_at_where_torch_is_asked_for(triton: Any, mo
     triton()
     monkeypatch.setattr(availability, "installed", lambda name: pytest.fail(f"{name} was looked for"))
     assert names(choose_fused_kernels("torch", KernelUse(GPU, BF16, norm=RMS))) == ("torch", "torch")
-
-
-def test_all_ranks_take_torchs_where_one_has_no_triton(triton: Any) -> None:
-    triton()
-    mine = choose_fused_kernels("auto", KernelUse(GPU, BF16, norm=RMS, adamw=False))
-    same = [(kernel.name, kernel.reason) for kernel in mine.chosen]
-    other = [("torch", "apex not used: apex is not installed"), ("torch", "Triton not used: triton is not installed")]
-    assert mine.agreed([same, same]) == mine
-    assert [kernel.name for kernel in mine.agreed([same, other]).chosen] == ["torch", "torch"]

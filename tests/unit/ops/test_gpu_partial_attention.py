@@ -100,16 +100,14 @@ def kernel() -> StandIn:
     return StandIn()
 
 
-@pytest.mark.parametrize("b", [1, 2])
-@pytest.mark.parametrize("heads", [(2, 1, None), (2, 3, None), (3, 1, (1, 2, 2))])
-def test_the_pieces_of_real_plans(kernel: StandIn, b: int, heads: tuple[int, int, tuple[int, ...] | None]) -> None:
-    groups, r, counts = heads
+@pytest.mark.parametrize("b, groups, r, counts", [(1, 2, 1, None), (2, 2, 3, None), (2, 3, 1, (1, 2, 2))])
+def test_the_pieces_of_real_plans(kernel: StandIn, b: int, groups: int, r: int, counts: tuple[int, ...] | None) -> None:
     rng, s = Random(b + r), 29
     ends = [tuple(sorted({*(rng.randint(1, s) for _ in range(5)), s})) for _ in range(2)]
     masks = [RowMask(s), RowMask(s, window=9), RowMask(s, causal=False), RowMask(s, documents=tuple(ends[:b]))]
     masks += [RowMask(s, documents=tuple(ends[:b]), window=5), RowMask(s, causal=False, lengths=(20, 0)[:b]), RowMask(s, window=1)]
     for mask in masks:
-        for size, chunks in ((2, 2), (3, 3)):
+        for size, chunks in ((2, 2), (3, 3)) if b == 1 else ((3, 2),):
             plan = plan_context(mask, cut_row(mask, size, chunks))
             columns = Columns(b, plan.alike, counts)
             m = b * groups if counts is None else b * sum(counts)
@@ -136,7 +134,7 @@ OF_16_BITS = {
 
 
 @pytest.mark.parametrize("mask", OF_16_BITS)
-@pytest.mark.parametrize("r, d_v", [(1, D), (3, D), (3, 2 * D)])
+@pytest.mark.parametrize("r, d_v", [(1, D), (3, 2 * D)])
 @pytest.mark.parametrize("name", [*FLASH_NAMES, "torch", "cudnn"])
 def test_the_kernels_of_gpus(install_flash: Install, torchs: None, name: str, r: int, d_v: int, mask: str) -> None:
     """Those of the packages, torch's and cuDNN's, all of them stand-ins with the real ones' arguments."""

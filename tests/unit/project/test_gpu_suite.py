@@ -14,7 +14,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.op_checks import randn
 from support.paths import ROOT
 
 from megatron_sp.comm import groups
@@ -90,55 +89,6 @@ def test_what_torch_says_of_itself_on_a_gpu_is_no_error_and_all_else_is(rules: l
         for message in (WAIT, "Memory Efficient attention", "a profiler clears events", "cuBLAS"):
             with pytest.raises(UserWarning, match=re.escape(message)):
                 warnings.warn(message, UserWarning, stacklevel=1)
-
-
-def test_only_waits_are_counted_as_such() -> None:
-    assert of_gpu_tests("gpu_step").num_waits([WAIT, *SAID, WAIT]) == 2
-
-
-def test_modes_of_the_process_end_with_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    conftest, seen = of_gpu_tests("conftest"), []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", seen.append)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    torch.use_deterministic_algorithms(True)
-    try:
-        conftest.reset_modes()
-        assert seen == ["default"] and not torch.are_deterministic_algorithms_enabled()
-        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_numbers_are_drawn_on_the_cpu_where_a_gpu_is_the_default_device() -> None:
-    with torch.device("meta"):
-        assert randn(2, 3).device.type == "cpu"
-
-
-def test_a_norm_of_one_element_is_held_to_the_terms_that_cancel() -> None:
-    """Its own plain form in fp32 is far off by the largest gradient that is left, and a kernel without the second term by the terms."""
-    pytest.importorskip("triton", reason="the checks import its kernels")
-    from kernels import checks
-
-    from megatron_sp.ops.norm import NormSpec, norm_backward, norm_forward
-
-    spec = NormSpec("RMSNorm", 1e-5, True)
-    x, grad, weight = (
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in ((0, (5, 1)), (1, (5, 1)), (3, 1))
-    )
-
-    def backward(dtype: torch.dtype) -> torch.Tensor:
-        given = [t.to(dtype) for t in (x, grad, weight)]
-        _, stats = norm_forward(given[0], given[2], None, spec)
-        found = norm_backward(given[1], given[0], given[2], None, stats, spec, (True, False, False), None)[0]
-        assert found is not None
-        return found
-
-    want, got, terms = backward(torch.float64).float(), backward(torch.float32), checks.norm_terms(x, grad, weight, spec)
-    assert float((got - want).abs().max() / want.abs().max()) > 1e-4
-    checks.require_close([None, got], [None, want], torch.float32, terms={1: terms})
-    rstd = (x.square() + spec.eps).rsqrt()
-    with pytest.raises(AssertionError, match="result 1 differs"):
-        checks.require_close([None, grad * (weight + 1) * rstd], [None, want], torch.float32, terms={1: terms})
 
 
 class _NCCLWorld:
