@@ -23,6 +23,7 @@ import yaml
 from torch import nn
 
 from megatron_sp.ops import availability
+from megatron_sp.schedule.apply.ulysses import CONTEXT_OPTIONS, OPTIONS
 from megatron_sp.schedule.core.directives import AXES_OF_LINES, Directive, PathError, expand
 from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.utils.errors import ConfigError, DiskError
@@ -33,14 +34,8 @@ MAX_FILE_BYTES = 1024 * 1024
 _MAX_DEPTH = 6
 _HEAD = ("schema", "model_type", "transformers", "seq_dim", "lines")
 _NUMBER, _WORD, _FLAG = (int,), (str,), (bool,)
-_TYPES = {
-    int: "a whole number",
-    str: "a word",
-    bool: "true or false",
-    list: "a list",
-    dict: "settings",
-    object: "a value",
-}
+_TYPES = {int: "a whole number", str: "a word", bool: "true or false", list: "a list", dict: "settings",
+          object: "a value"}  # fmt: skip
 _LISTS_OF_NAMES = ("names", "inputs")  # other lists are of sizes
 _CUT: dict[str, tuple[type, ...]] = {"blocks": (int, list), "heads": _NUMBER}
 # keys of each kind of line, with their types
@@ -58,15 +53,8 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "set": {"attribute": _WORD, "value": (object,), "divide": _WORD},
     "annotate": {"parameter": _WORD, "key": _WORD, "value": (object,)},
     "sequence": {"leave": _WORD, "inside": _WORD, "arg": (int, str)},
-    "ulysses": {
-        "axis": _WORD, "overlap_qkv": _FLAG, "pad": _FLAG, "loss": _WORD, "enter": _WORD, "leave": _WORD,
-        "arg": (int, str), "inputs": (list,), "positions": _WORD, "core": _WORD, "q": (int, str), "k": (int, str),
-        "v": (int, str), "out": (int, str), "layout": _WORD,
-    },
-    "context": {
-        "axis": _WORD, "chunks": _NUMBER, "stages_ahead": _NUMBER, "keep_kv": _FLAG, "pad": _FLAG, "loss": _WORD,
-        "enter": _WORD, "leave": _WORD, "arg": (int, str),
-    },
+    "ulysses": {"axis": _WORD, **OPTIONS},
+    "context": {"axis": _WORD, **CONTEXT_OPTIONS},
     "zero": {"stage": _NUMBER, "optimizer": (dict,), "micro_batches": _NUMBER, "blocks": _WORD},
 }  # fmt: skip
 _NEEDED = {

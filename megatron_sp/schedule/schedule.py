@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron_sp.schedule import plan_file
 from megatron_sp.schedule.apply.apply import Applied, apply, decide
-from megatron_sp.schedule.apply.ulysses import OPTIONS, require_known, require_known_of_context
+from megatron_sp.schedule.apply.ulysses import CONTEXT_OPTIONS, OPTIONS, require_known
 from megatron_sp.schedule.core.directives import Directive, Mesh, caller, expand
 from megatron_sp.schedule.report import show as text
 from megatron_sp.schedule.report.cost import Cost, cost
@@ -79,7 +79,7 @@ class Schedule:
 
         For transformers models; alone, or around ``ulysses()``. Options: ``ulysses.CONTEXT_OPTIONS``.
         """
-        require_known_of_context(options)
+        require_known("context", options, CONTEXT_OPTIONS)
         self.add("", "context", axis=axis, **options)
         return self
 

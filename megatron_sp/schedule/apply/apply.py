@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from megatron_sp.schedule.apply.plan import (
     shard_specs,
     split_tensors,
     take,
-)  # fmt: skip
+)
 from megatron_sp.schedule.apply.randomness import Streams, around, recompute
-from megatron_sp.schedule.apply.ulysses import OF_CONTEXT, Ulysses, require_known_of_context
+from megatron_sp.schedule.apply.ulysses import CONTEXT_OPTIONS, OF_CONTEXT, Ulysses, require_known
 from megatron_sp.schedule.core.directives import Directive, Mesh
 from megatron_sp.schedule.core.hooks import HEADS, HIDDEN, change_records
 from megatron_sp.utils.errors import ConfigError, ReportedError
@@ -44,16 +44,12 @@ class Applied:
     mesh: Mesh  # over which it is split
     # where each parameter lies in the whole one, by its first name; with ``sums`` if its gradient is summed over tp
     specs: dict[str, ShardSpec]
-    splits: dict[str, Split] = field(default_factory=dict)  # by name, under all names of split parameters
-    ulysses: Ulysses | None = None  # how sequences are cut over sp; None: they are not
-    zero: zero.ZeroTraining | None = (
-        None  # owner of parameters, gradients and optimizer state; None: the modules own them
-    )
-    seq_dim: int = 1  # the dim of activations that runs over positions
-    region: edits.RegionLength = field(
-        default_factory=edits.RegionLength
-    )  # length of the sequence that was cut over tp
-    lines: list[Directive] = field(default_factory=list)  # all that were applied, including those that others imply
+    splits: dict[str, Split]  # by name, under all names of split parameters
+    ulysses: Ulysses | None  # how sequences are cut over sp; None: they are not
+    zero: zero.ZeroTraining | None  # owner of parameters, gradients, optimizer state; None: the modules own them
+    seq_dim: int  # the dim of activations that runs over positions
+    region: edits.RegionLength  # length of the sequence that was cut over tp
+    lines: list[Directive]  # all that were applied, including those that others imply
 
     def complete(self, result: Any) -> Any:
         """Return the model's result with all positions, where this rank has its own only. Collective over sp and tp.
@@ -62,8 +58,9 @@ class Applied:
         a part of it, and cheaper. Raises ConfigError if a plain tuple (``return_dict=False``) holds shares of
         ``hidden_states`` or ``attentions``, which are gathered too.
         """
-        if self.ulysses is not None:
-            self.ulysses.complete_heads(result)
+        if self.ulysses is not None:  # all heads of this tp rank
+            sp, grad = self.ulysses.group, self.ulysses.grad_of_whole
+            change_records(result, HEADS, lambda t: gather_from(t, sp, 1, grad))
         tp, dim, length = self.mesh.tp, self.seq_dim, self.region.positions
         size, heads = tp.size(), getattr(getattr(self.model, "config", None), "num_attention_heads", None)
 
@@ -116,7 +113,8 @@ class Applied:
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient, after ``finish_backward``. Collective with ZeRO."""
         if self.zero is not None:
-            return self.zero.gradients_of_all()
+            self.zero.finish()
+            return self.zero.gathered("grad_shard")
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def whole(self, name: str, local: Tensor) -> Tensor:
@@ -133,7 +131,7 @@ class Applied:
         """Return the whole state dict, as before ``apply()``. Collective over tp; with ZeRO over all ranks."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         state, gathered = {}, dict[int, Tensor]()  # tied parameters are gathered once
-        sharded = {} if self.zero is None else self.zero.parameters()
+        sharded = {} if self.zero is None else self.zero.gathered("local_params")
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in names:
                 if id(tensor) not in gathered:
@@ -186,9 +184,8 @@ class Applied:
             raise ConfigError(f"{name} has no save_pretrained: {instead}")
         state = self.full_state_dict()
         if self.mesh.tp.rank() == 0 and self.mesh.dp_sp.rank() == 0:
-            save(
-                self.model, folder, state_dict=dict(state), **more
-            )  # which may remove entries from the dict it is given
+            # it may remove entries from the dict it is given
+            save(self.model, folder, state_dict=dict(state), **more)
         for group in (self.mesh.dp_sp, self.mesh.tp):  # no rank goes on before the files are written
             all_reduce(torch.zeros((), device=next(iter(state.values())).device), group)
 
@@ -212,24 +209,21 @@ def apply(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
 
         plan = plan_splits(job)
         edits.set_attributes(job)
-        if job.directives:
-            guards.mark(model)
         split_tensors(model, plan.splits, mesh.tp)
         partial_gradients = replace_forwards(job, plan)
 
         edits.register_syncs(job, plan)
-        region, inside = edits.register_regions(job, plan)
-        partial_gradients |= inside | set(edits.summed_by_lines(job))
-        edits.annotate_parameters(job)
+        region, summed = edits.register_regions(job, plan)
         _wrap_forwards(job)
         without_fast_paths(job)
 
         ulysses = _cut_sequences(job)
-        specs = shard_specs(model, plan, partial_gradients, mesh.tp)
+        specs = shard_specs(model, plan, partial_gradients | summed, mesh.tp)
         line = _line(job, "zero")
         sharded = None if line is None else zero.ZeroTraining(model, mesh, specs, line.args, line.where)
-        if (plan.splits and job.tp_size > 1) or (sharded is not None and sharded.comes_and_goes):
-            guards.guard_shares(model)
+        if job.directives:
+            has_shares = plan.splits and job.tp_size > 1
+            guards.mark(model, bool(has_shares or (sharded is not None and sharded.comes_and_goes)))
         return Applied(model, mesh, specs, plan.splits, ulysses, sharded, seq_dim, region, job.directives)
 
 
@@ -252,7 +246,7 @@ def _cut_sequences(job: ApplyJob) -> Ulysses | None:
     line, outer, context = _line(job, "ulysses"), _line(job, "context"), None
     if outer is not None:
         options = {name: value for name, value in outer.args.items() if name != "axis"}
-        require_known_of_context(options)
+        require_known("context", options, CONTEXT_OPTIONS)
         twice = sorted(options.keys() - set(OF_CONTEXT))
         if line is not None and twice:
             both = f"of context() at {outer.where} is an option of ulysses() at {line.where}, too"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,6 @@ class RegionLength:
 
 
 def replace_modules(job: ApplyJob) -> None:
-    """Put other modules in place, for ``replace`` lines."""
     for line, path, module in list(job.each("replace")):
         if not path:
             instead = "begin the schedule of the other model instead"
@@ -42,7 +40,7 @@ def replace_modules(job: ApplyJob) -> None:
 
 
 def set_attributes(job: ApplyJob) -> None:
-    """Set or divide attributes, for ``set`` lines."""
+    """Set or divide attributes, for ``set`` lines; attach notes to parameters, for ``annotate`` lines."""
     for line, path, module in job.each("set"):
         name, value, where = line.args["attribute"], line.args.get("value"), line.where
         if not hasattr(module, name):
@@ -61,10 +59,6 @@ def set_attributes(job: ApplyJob) -> None:
                 raise ConfigError(f"{path}.{name} ({old!r}) must be a multiple of {axis} ({size}) ({where})")
             value = old // size
         setattr(module, name, value(old) if callable(value) else value)
-
-
-def annotate_parameters(job: ApplyJob) -> None:
-    """Attach notes to parameters, for ``annotate`` lines."""
     for line, path, module in job.each("annotate"):
         name, key = line.args["parameter"], line.args["key"]
         parameter = module._parameters.get(name)
@@ -107,7 +101,7 @@ def implied(job: ApplyJob) -> list[Directive]:
 
 
 def register_syncs(job: ApplyJob, plan: SplitPlan) -> None:
-    """Register syncs and the user's hooks in the order of the lines: a hook may prepare what a sync sends."""
+    # in the order of the lines: a hook may prepare what a sync sends
     for line, path, module in job.each("sync", "hook"):
         args, where, mode = line.args, line.where, line.args["mode"]
         if line.do == "hook":
@@ -139,7 +133,8 @@ def register_syncs(job: ApplyJob, plan: SplitPlan) -> None:
 def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[str]]:
     """Cut the sequence over tp where regions begin, and gather it where they end.
 
-    Returns the length of what was cut, and the names of parameters that are whole inside: their gradients are partial.
+    Returns the length of what was cut, and the names of parameters whose gradients are partial: those that are whole
+    inside, and those of ``sum_gradients`` lines.
     """
     first, length, partial = job.first_names(), RegionLength(), set[str]()
     tp, seq_dim = job.mesh.tp, job.seq_dim
@@ -158,15 +153,10 @@ def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[
         for inside in (inside for glob in globs for inside in expand(job.model, glob)):
             named = job.model.get_submodule(inside).named_parameters(prefix=inside)
             partial |= {first.get(id(p), name) for name, p in named if name not in plan.splits}
-    return length, partial
-
-
-def summed_by_lines(job: ApplyJob) -> Iterator[str]:
-    """Yield the parameters of ``sum_gradients`` lines."""
-    first = job.first_names()
     for line, path, module in job.each("sum_gradients"):
         parameters = dict(module.named_parameters())
         for name in line.args.get("names") or [name for name, _ in module.named_parameters(recurse=False)]:
             if name not in parameters:
                 raise ConfigError(no_parameter(path, module, name, line.where))
-            yield first.get(id(parameters[name]), joined(path, name))
+            partial.add(first.get(id(parameters[name]), joined(path, name)))
+    return length, partial

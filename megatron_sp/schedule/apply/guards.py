@@ -39,18 +39,14 @@ def require_whole(model: nn.Module) -> None:
         )
 
 
-def mark(model: nn.Module) -> None:
-    """Mark a model as split, and refuse to copy it."""
+def mark(model: nn.Module, has_shares: bool) -> None:
+    """Mark a model as split, and refuse to copy it, or to take this rank's shares for all of it."""
     for module in model.modules():
         state = (module._parameters, module._buffers, module._modules, module._forward_pre_hooks, module._forward_hooks)
         if any(state):  # else it may be an activation that transformers shares between models
             message = f"{type(module).__name__} has been split, and cannot be copied: {_COPY}"
             module.__dict__.update({_SPLIT: True, "__deepcopy__": partial(_refuse, message)})
-
-
-def guard_shares(model: nn.Module) -> None:
-    """Refuse methods that would take this rank's share for the whole model."""
-    for name, instead in _INSTEAD.items():
+    for name, instead in _INSTEAD.items() if has_shares else ():
         if callable(getattr(model, name, None)):
             model.__dict__[name] = partial(_refuse, f"{name} of a model of which this rank has a share: {instead}")
 
@@ -110,24 +106,18 @@ def _refill(container: Any, contents: Any) -> None:
         container.update(contents)
 
 
-def require_in_order(job: ApplyJob) -> None:
-    """Refuse what a copy of the model, to which only some of the lines are applied, would not show."""
-    _raise(problem for rule in (_compiled, _about_the_model) for problem in rule(job))
-
-
-def require(job: ApplyJob) -> None:
-    """Refuse lines that cannot be meant. Raises ConfigError with six of them at most."""
-    rules = (_cut_over, _heads, _regions, _idle_ranks) if job.tp_size > 1 else (_cut_over, _idle_ranks)
-    _raise(problem for rule in rules for problem in rule(job))
-
-
 def _raise(problems: Iterable[str]) -> None:
     if messages := list(dict.fromkeys(problems)):
         more = [f"... and {len(messages) - 6} more"] if len(messages) > 6 else []
         raise ConfigError("\n".join(messages[:6] + more))
 
 
-def _compiled(job: ApplyJob) -> Iterator[str]:
+def require_in_order(job: ApplyJob) -> None:
+    """Refuse what a copy of the model, to which only some of the lines are applied, would not show."""
+    _raise(_out_of_order(job))
+
+
+def _out_of_order(job: ApplyJob) -> Iterator[str]:
     # E15: a module was compiled, or its parameters sharded by FSDP, before the split
     states: dict[str, str] = {}
     for path, module in job.model.named_modules():
@@ -143,9 +133,6 @@ def _compiled(job: ApplyJob) -> Iterator[str]:
                     what = f"{path or 'the model'} {state} already ({line.where})"
                     order = "the order is: schedule, apply(), torch.compile, ZeRO"
                     yield f"{line.do} on {on or 'the model'}: {what}: {order} (E15)"
-
-
-def _about_the_model(job: ApplyJob) -> Iterator[str]:
     # E5, E10: a line about the whole model is there twice, or on a part of it
     model = f"the model ({type(job.model).__name__})"
     for do in ("ulysses", "context", "zero"):
@@ -159,7 +146,13 @@ def _about_the_model(job: ApplyJob) -> Iterator[str]:
                 yield f"{do} is about {model} as a whole, {there} ({line.where}, E10)"
 
 
-def _cut_over(job: ApplyJob) -> Iterator[str]:
+def require(job: ApplyJob) -> None:
+    """Refuse lines that cannot be meant. Raises ConfigError with six of them at most."""
+    rules = (_axes_of_sequences, _heads, _regions) if job.tp_size > 1 else (_axes_of_sequences,)
+    _raise(problem for rule in rules for problem in rule(job))
+
+
+def _axes_of_sequences(job: ApplyJob) -> Iterator[str]:
     # E10: sequences are cut over ranks that each have a batch, or parameters, of their own
     reasons = {
         "dp": "have batches of their own",
@@ -175,6 +168,20 @@ def _cut_over(job: ApplyJob) -> Iterator[str]:
             what = f"{line.do} cuts sequences over {axis}, whose ranks {reasons[axis]}"
             leave_out = f"leave axis out, it is {own} ({line.where}, E10)"
             yield f"the model ({type(job.model).__name__}): {what}: {leave_out}"
+    # E5: no line cuts anything over cp, or sp, so its ranks compute the same, and their gradients are summed
+    exchanges = {
+        "cp": any(line.do == "context" for line in job.directives),
+        "sp": any(line.do in ("ulysses", "hook") or line.args.get("over") == "sp" for line in job.directives),
+    }
+    ways = {"cp": "deal sequences with .context()", "sp": "cut sequences with .ulysses()"}
+    for axis, is_cut in exchanges.items():
+        size = job.mesh.group(axis).size()
+        if size > 1 and not is_cut:
+            yield (
+                f"the model ({type(job.model).__name__}): no line cuts anything over {axis} ({size}), so its ranks"
+                f" compute the same, and the gradients of parameters are summed over them, {size} times too large:"
+                f" {ways[axis]}, or give these ranks to dp (E5)"
+            )
 
 
 def _heads(job: ApplyJob) -> Iterator[str]:
@@ -210,20 +217,3 @@ def _regions(job: ApplyJob) -> Iterator[str]:
         for end in {end for end in at if at.count(end) > 1}:  # an encoder and a decoder have a region each
             places = " and at ".join(line.where for line, e in zip(lines, at, strict=True) if e == end)
             yield f"sequence() {what} at {end} {at.count(end)} times, at {places}: leave one out (E5)"
-
-
-def _idle_ranks(job: ApplyJob) -> Iterator[str]:
-    # E5: no line cuts anything over cp, or sp, so its ranks compute the same, and their gradients are summed
-    exchanges = {
-        "cp": any(line.do == "context" for line in job.directives),
-        "sp": any(line.do in ("ulysses", "hook") or line.args.get("over") == "sp" for line in job.directives),
-    }
-    ways = {"cp": "deal sequences with .context()", "sp": "cut sequences with .ulysses()"}
-    for axis, is_cut in exchanges.items():
-        size = job.mesh.group(axis).size()
-        if size > 1 and not is_cut:
-            yield (
-                f"the model ({type(job.model).__name__}): no line cuts anything over {axis} ({size}), so its ranks"
-                f" compute the same, and the gradients of parameters are summed over them, {size} times too large:"
-                f" {ways[axis]}, or give these ranks to dp (E5)"
-            )

@@ -27,7 +27,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.parallel.mappings import GatherGrad, gather_from, reduce_from
+from megatron_sp.parallel.mappings import GatherGrad, reduce_from
 from megatron_sp.schedule.apply import hf_attention
 from megatron_sp.schedule.apply.context import Context
 from megatron_sp.schedule.apply.sequences import Cut, Heads, ShareOfGradient
@@ -54,32 +54,33 @@ from megatron_sp.schedule.core.hooks import (
 )  # fmt: skip
 from megatron_sp.utils.errors import ConfigError
 
-# keywords of Schedule.ulysses(), beside axis, and keys of its line in a plan
-OPTIONS = (
+# keywords of Schedule.ulysses() beside axis, and keys of its line in a plan, with their types
+_NAME, _WORD, _NUMBER, _FLAG = (int, str), (str,), (int,), (bool,)
+OPTIONS: dict[str, tuple[type, ...]] = {
     # hidden states are cut between two modules, instead of the model's inputs:
-    "enter",  # the module whose input is cut
-    "leave",  # the module whose output is whole again
-    "arg",  # the input of ``enter`` that is cut, by name or index (default: the first)
+    "enter": _WORD,  # the module whose input is cut
+    "leave": _WORD,  # the module whose output is whole again
+    "arg": _NAME,  # the input of ``enter`` that is cut, by name or index (default: the first)
     # the inputs that are cut, of a model that is not of transformers:
-    "inputs",  # names of those that have positions, along ``seq_dim``
-    "positions",  # the one that takes position ids
+    "inputs": (list,),  # names of those that have positions, along ``seq_dim``
+    "positions": _WORD,  # the one that takes position ids
     # the attention of such a model:
-    "core",  # glob of the modules that compute attention
-    "q", "k", "v",  # their inputs (default: by these names)
-    "out",  # index or key of their output, if there are several
-    "layout",  # of these tensors: bshd (default), bhsd or sbhd
+    "core": _WORD,  # glob of the modules that compute attention
+    "q": _NAME, "k": _NAME, "v": _NAME,  # their inputs (default: by these names)
+    "out": _NAME,  # index or key of their output, if there are several
+    "layout": _WORD,  # of these tensors: bshd (default), bhsd or sbhd
     # all models:
-    "overlap_qkv",  # start each of q's, k's and v's exchanges as soon as it has been projected (separate projections)
-    "pad",  # pad lengths that the ranks cannot share evenly (default); else they are refused
-    "loss",  # how a transformers model makes its loss, if its class does not tell: next_token or per_token
-)  # fmt: skip
-OF_CONTEXT = (
-    "chunks",  # chunks of a sequence that each rank is dealt (default: 2, with packed documents 8)
-    "stages_ahead",  # exchanges of keys and values under way while those before are attended to (default: 1)
-    "keep_kv",  # keep the keys and values of other ranks for backward, instead of having them sent again
-)
+    "overlap_qkv": _FLAG,  # start each of q's, k's and v's exchanges as soon as it has been projected
+    "pad": _FLAG,  # pad lengths that the ranks cannot share evenly (default); else they are refused
+    "loss": _WORD,  # how a transformers model makes its loss, if its class does not tell: next_token or per_token
+}  # fmt: skip
+OF_CONTEXT: dict[str, tuple[type, ...]] = {
+    "chunks": _NUMBER,  # chunks of a sequence that each rank is dealt (default: 2, with packed documents 8)
+    "stages_ahead": _NUMBER,  # exchanges of keys and values under way while those before are attended to (default: 1)
+    "keep_kv": _FLAG,  # keep the keys and values of other ranks for backward, instead of having them sent again
+}
 # of Schedule.context(); those that ulysses() has, too, are given there if there is such a line
-CONTEXT_OPTIONS = ("enter", "leave", "arg", *OF_CONTEXT, "pad", "loss")
+CONTEXT_OPTIONS = {"enter": _WORD, "leave": _WORD, "arg": _NAME, **OF_CONTEXT, "pad": _FLAG, "loss": _WORD}
 
 IGNORED = -100  # label of a position without a loss
 LAYOUTS = {"bshd": (1, 2), "bhsd": (2, 1), "sbhd": (0, 2)}  # dims of (positions, heads)
@@ -93,22 +94,16 @@ _PER_HEAD = ("position_bias", "s_aux", "head_mask")  # arguments of an attention
 Hooked = tuple[Any, dict[str, Any]]  # args and kwargs from a hook before a forward
 
 
-def require_known(method: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ConfigError for an unknown keyword of ulysses() or context(); it suggests the nearest one."""
-    for name in options:
+def require_known(method: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a keyword of ulysses() or context() that is unknown, or a number below 1."""
+    for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{method}() knows no {name}=, only axis, {', '.join(known)}{hint}")
-
-
-def require_known_of_context(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown keyword of context(), or a number below 1."""
-    require_known("context", options, CONTEXT_OPTIONS)
-    for name in ("chunks", "stages_ahead"):
-        value = options.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"context(): {name} must be a whole number of at least 1, not {value!r}")
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if known[name] is _NUMBER and not is_number:
+            raise ConfigError(f"{method}(): {name} must be a whole number of at least 1, not {value!r}")
 
 
 class Ulysses:
@@ -138,6 +133,8 @@ class Ulysses:
         self.inputs = tuple(args.get("inputs") or ())
         self._take_attention(args)
         self._is_region = "enter" in args or "leave" in args
+        # in a region only what was recorded inside is not whole; its gradients are divided where the model ends
+        self.grad_of_whole: GatherGrad = "reduce_scatter" if self._is_region else "slice"
         if self._is_region:
             self._cut_region(args)
         else:
@@ -318,9 +315,16 @@ class Ulysses:
             if result is None:  # the forward pass has raised an exception
                 return None
             self._require_attention()
-
             ranks = self.group.size() * self.cp.size()
             return map_tensors(result, lambda t: ShareOfGradient.apply(t, ranks) if t.requires_grad else t)
+
+        def without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+            # the key/value cache of transformers expects whole sequences
+            names = parameter_names(model)
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+            if "use_cache" in names or (takes_any and getattr(model.config, "use_cache", False)):
+                return (), {**dict(zip(names, args, strict=False)), **kwargs, "use_cache": False}
+            return args, kwargs
 
         first, last = (expand(self.model, args[name])[0] for name in ("enter", "leave"))
         blocks = expand(self.model, f"{first.rpartition('.')[0]}.*" if "." in first else first)
@@ -331,7 +335,7 @@ class Ulysses:
         change_input(self.model.get_submodule(first), first, args.get("arg"), enter, self.where, first=True)
         change_output(self.model.get_submodule(last), last, None, leave, self.where)
         if self._hugging_face:
-            self.model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+            self.model.register_forward_pre_hook(without_cache, with_kwargs=True)
         self.model.register_forward_hook(end, always_call=True)
 
     def _cut_inputs_of_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
@@ -392,8 +396,8 @@ class Ulysses:
         if not isinstance(first, Tensor):
             nothing = "there is nothing to cut over sp"
             raise ConfigError(f"the model was called without input_ids and without inputs_embeds: {nothing}")
-        generating = [name for name in ("past_key_values", "logits_to_keep") if not _is_zero(given.get(name, 0))]
-        if generating:
+        of_generate = {name: given.get(name, 0) for name in ("past_key_values", "logits_to_keep")}  # 0 keeps all
+        if generating := [name for name, value in of_generate.items() if type(value) is not int or value != 0]:
             raise ConfigError(
                 f"{cls} was given {', '.join(generating)}, as generate() does: it continues whole sequences, and each"
                 " rank has its own positions only; generate with the whole model (applied.save_pretrained), or one"
@@ -407,13 +411,17 @@ class Ulysses:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         self._packed = None
         # transformers takes positions that restart for packed documents: without a mask, and without a cache
-        caches = given.get("use_cache", getattr(config, "use_cache", False)) and not _recomputes(model)
+        caches = given.get("use_cache", getattr(config, "use_cache", False))
+        # whether transformers recomputes; the older name is read only without the newer one, because it warns
+        flags = [n for n in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(model), n)]
+        caches = caches and not (flags and getattr(model, flags[0]))
         if mask is None and not caches and positions is not None and positions.shape[-1] > 1:
             starts = F.pad(positions.diff(dim=-1) != 1, (1, 0))
             self._packed = starts.cumsum(-1) if bool(starts.any()) else None
         what = "input_ids" if "input_ids" in given else "inputs_embeds"
         cut = self._begin(first.shape[1], what, mask, first.shape[0])
-        given.setdefault("position_ids", hf_attention.global_positions(model, first, mask))
+        if positions is None:
+            given["position_ids"] = hf_attention.global_positions(model, first, mask)
         if cut.padded != cut.length or positions is not None or self.context is not None:
             # else a jump in the positions is taken for a new document; all ones cost no mask
             given.setdefault("attention_mask", torch.ones(first.shape[:2], dtype=torch.long, device=first.device))
@@ -480,45 +488,18 @@ class Ulysses:
     def complete(self, result: Any) -> Any:
         """Return a result with all positions in each tensor that has this rank's along ``seq_dim``. Collective."""
         cut, dim = self._current(), self.seq_dim
-        # in a region only what was recorded inside is not whole; its gradients are divided where the model ends
-        grad: GatherGrad = "reduce_scatter" if self._is_region else "slice"
 
         def whole(t: Tensor) -> Tensor:
             is_share = t.ndim > dim and t.shape[dim] == cut.local
-            return cut.whole(t, dim, self.group, self.cp, grad) if is_share else t
+            return cut.whole(t, dim, self.group, self.cp, self.grad_of_whole) if is_share else t
 
         if self._is_region:
             change_records(result, HIDDEN, whole)
             return result
         heads = records_of(result, HEADS)  # whole already, and as long as it may happen to be
-        for name in heads:
-            result[name] = None
+        if heads:
+            result.update(dict.fromkeys(heads))
         completed = map_tensors(result, whole)
-        for name, value in heads.items():
-            completed[name] = value
+        if heads:
+            completed.update(heads)
         return completed
-
-    def complete_heads(self, result: Any) -> None:
-        """Gather all heads of this tp rank into recorded attentions. Collective."""
-        grad: GatherGrad = "reduce_scatter" if self._is_region else "slice"
-        change_records(result, HEADS, lambda t: gather_from(t, self.group, 1, grad))
-
-
-def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
-    # disable the key/value cache of a transformers model, whose blocks have a rank's positions only
-    place = next((i for i, name in enumerate(parameter_names(model)) if name == "use_cache"), None)
-    if place is not None and place < len(args):
-        return (*args[:place], False, *args[place + 1 :]), kwargs
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    caches = getattr(getattr(model, "config", None), "use_cache", False)
-    return args, {**kwargs, "use_cache": False} if place is not None or (caches and takes_any) else kwargs
-
-
-def _recomputes(model: nn.Module) -> bool:
-    # whether transformers recomputes activations; the older name is read only without the newer one, because it warns
-    names = [n for n in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(model), n)]
-    return bool(names) and bool(getattr(model, names[0]))
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, int) and value == 0

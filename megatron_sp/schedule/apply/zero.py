@@ -112,20 +112,12 @@ class ZeroTraining:
         self._start()
         return norm
 
-    def gradients_of_all(self) -> dict[str, Tensor]:
-        """Return this tp rank's part of every gradient, summed over all ranks. Collective."""
-        self.finish()
-        return self._gathered([unit.grad_shard for unit in self.units])
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Return this tp rank's part of every trainable parameter. Collective over dp and sp."""
+    def gathered(self, of_unit: str) -> dict[str, Tensor]:
+        """Return this tp rank's part of every parameter ("local_params"), or gradient ("grad_shard"). Collective."""
         self.weights.settle()
-        return self._gathered([unit.local_params for unit in self.units])
-
-    def _gathered(self, flats: list[Tensor]) -> dict[str, Tensor]:
         views: dict[str, Tensor] = {}
-        for unit, flat in zip(self.units, flats, strict=True):
-            whole = unit.gathered(flat)
+        for unit in self.units:
+            whole = unit.gathered(getattr(unit, of_unit))
             views |= {slot.name: slot.view(whole) for slot in unit.slots}
         return views
 
