@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.core_toys import Toy
+from support.preset_models import SIZES, B, V, make, plain, transformers
 from support.ranks import run_ranks
 from support.sent_bytes import Wire
-from test_schedule import MODELS, SIZES, B, V
-from test_schedule_ulysses import hf_batch, with_attention
+from test_schedule_ulysses import hf_batch, refuse
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -20,9 +20,7 @@ from megatron_sp.parallel import context_parallel
 from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.schedule import Mesh, Schedule, presets, schedule
 from megatron_sp.schedule.apply.context import Context
-from megatron_sp.utils.errors import ConfigError, NumericsError
-
-transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+from megatron_sp.utils.errors import ConfigError
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -34,10 +32,7 @@ def mesh(tp: int = 1, sp: int = 1) -> Mesh:
 
 def check(cases: list[tuple[str, str, int, int, bool, int, bool, dict[str, Any]]]) -> None:
     for name, kind, tp, sp, seq, length, padding, options in cases:
-        make, write = MODELS[name]
-        s = schedule(with_attention(make(), kind), mesh(tp, sp))
-        if tp > 1:
-            write(s, seq)
+        s = plain(name, mesh(tp, sp), seq=seq, attn_implementation=kind)
         if sp > 1:
             s.ulysses(overlap_qkv=name == "llama")
         s.context(**options)
@@ -82,43 +77,44 @@ def test_with_all_three(tmp_path: Path) -> None:
 def check_masks() -> None:
     """Positions that count past padding, windows, packed documents, few labels."""
     torch.manual_seed(0)
-    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **NO_DROPOUT, vocab_size=V, pad_token_id=1))
+    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **NO_DROPOUT, pad_token_id=1))
     given = hf_batch(7)
     given["input_ids"] = torch.where(given["attention_mask"].bool(), given["input_ids"].clamp(min=2), 1)
     schedule(roberta, mesh()).context().verify(given)
     for window in (1, 3, 100):
-        mistral = transformers.MistralConfig(**SIZES, vocab_size=V, num_key_value_heads=1, sliding_window=window)
+        mistral = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=window)
         schedule(transformers.MistralForCausalLM(mistral), mesh()).context().verify(hf_batch(13))
     few = hf_batch(8)
     few["labels"][:, 1:] = -100  # one rank has none
-    schedule(MODELS["bert"][0](), mesh()).context().verify(few)
+    schedule(make("bert"), mesh()).context().verify(few)
     packed = {**hf_batch(8, padding=False), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]).repeat(B, 1)}
     packed["position_ids"][1] = torch.arange(8)
-    schedule(MODELS["llama"][0](), mesh()).context().verify(packed)
-    schedule(MODELS["llama"][0](), mesh()).context(chunks=2).verify({**packed, "use_cache": False})
+    schedule(make("llama"), mesh()).context().verify(packed)
+    schedule(make("llama"), mesh()).context(chunks=2).verify({**packed, "use_cache": False})
     one_row = packed["position_ids"][:1]
-    schedule(MODELS["llama"][0](), mesh()).context(chunks=1).verify({**packed, "position_ids": one_row})
+    schedule(make("llama"), mesh()).context(chunks=1).verify({**packed, "position_ids": one_row})
 
 
 def check_scaling_and_regions() -> None:
-    granite = transformers.GraniteConfig(**SIZES, vocab_size=V, num_key_value_heads=2, attention_multiplier=0.7)
+    granite = transformers.GraniteConfig(**SIZES, num_key_value_heads=2, attention_multiplier=0.7)
     torch.manual_seed(0)
     schedule(transformers.GraniteForCausalLM(granite), mesh()).context().verify(hf_batch(9))
-    s = schedule(MODELS["llama"][0](), mesh())
+    s = schedule(make("llama"), mesh())
     s.context(enter="model.layers.0", leave="model.norm").verify(hf_batch(7))
-    config = transformers.BertConfig(**SIZES, **NO_DROPOUT, vocab_size=V, num_labels=3)
+    config = transformers.BertConfig(**SIZES, **NO_DROPOUT, num_labels=3)
     for kind in ("sdpa", "eager"):
         torch.manual_seed(0)
-        s = schedule(with_attention(transformers.BertForSequenceClassification(config), kind), mesh())
+        s = schedule(transformers.BertForSequenceClassification(config), mesh())
+        s.model.set_attn_implementation(kind)
         s.context(enter="bert.encoder.layer.0", leave="bert.encoder.layer.1")
         s.verify({**hf_batch(7), "labels": torch.tensor([0, 2, 1])})
 
 
 def check_presets_recomputation_and_dropout() -> None:
-    s = presets.auto(MODELS["llama"][0](), mesh(), recompute=True)
+    s = presets.auto(make("llama"), mesh(), recompute=True)
     assert [d.do for d in s.directives if d.do in ("ulysses", "context")] == ["context"]
     s.verify(hf_batch(7))
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, vocab_size=V, attention_probs_dropout_prob=0.0))
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0))
     s = presets.auto(model, mesh())
     assert "sp" in {d.args["axis"] for d in s.directives if d.do == "rng"}
     s.apply(hf_batch(8))
@@ -142,7 +138,7 @@ def test_masks_on_three_and_four_ranks(tmp_path: Path) -> None:
 
 def check_bytes() -> None:
     """Two layers, forward, backward and gradients: a causal row of 16 dealt as a zigzag, and 3 documents that are whole on a rank."""
-    model = MODELS["llama"][0]().double()
+    model = make("llama").double()
     s = schedule(model, mesh())
     s.context()
     s.apply(verify=False)
@@ -173,9 +169,9 @@ def check_training() -> None:
             found.append(float(loss))
         return found
 
-    cut = schedule(MODELS["llama"][0]().double(), mesh())
+    cut = schedule(make("llama").double(), mesh())
     cut.context()
-    assert losses(cut) == pytest.approx(losses(schedule(MODELS["llama"][0]().double(), Mesh())), rel=1e-6), (
+    assert losses(cut) == pytest.approx(losses(schedule(make("llama").double(), Mesh())), rel=1e-6), (
         "of fp32, in which transformers computes it"
     )
 
@@ -183,45 +179,32 @@ def check_training() -> None:
 # what is refused
 
 
-def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> None:
-    with pytest.raises((ConfigError, NumericsError)) as caught:
-        s.verify(hf_batch(8) if batch is None else batch)
-    assert part in str(caught.value), str(caught.value)
-
-
-def llama(**more: Any) -> Any:
-    config = transformers.LlamaConfig(**SIZES, vocab_size=V, num_key_value_heads=2)
-    for name, value in more.items():
-        setattr(config, name, value)
-    return transformers.LlamaForCausalLM(config)
-
-
 def check_refused() -> None:
-    s = schedule(llama(), mesh())
+    s = schedule(make("llama"), mesh())
     refuse("no line cuts anything over cp (2)", s)
-    refuse("context was asked for twice", schedule(llama(), mesh()).context().context())
-    refuse("leave axis out, it is cp", schedule(llama(), mesh()).context(axis="dp"))
-    refuse("leave axis out, it is sp", schedule(llama(), mesh()).context().ulysses(axis="cp"))
-    refuse("loss of context()", schedule(llama(), mesh()).ulysses().context(loss="next_token"))
-    refuse("must be a multiple of 4", schedule(llama(), mesh()).context(pad=False), hf_batch(7))
+    refuse("context was asked for twice", schedule(make("llama"), mesh()).context().context())
+    refuse("leave axis out, it is cp", schedule(make("llama"), mesh()).context(axis="dp"))
+    refuse("leave axis out, it is sp", schedule(make("llama"), mesh()).context().ulysses(axis="cp"))
+    refuse("loss of context()", schedule(make("llama"), mesh()).ulysses().context(loss="next_token"))
+    refuse("must be a multiple of 4", schedule(make("llama"), mesh()).context(pad=False), hf_batch(7))
     for options in ({"chunks": 0}, {"stages_ahead": True}, {"chunks": 1.5}):
         with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
-            schedule(llama(), mesh()).context(**options)
+            schedule(make("llama"), mesh()).context(**options)
     with pytest.raises(ConfigError, match="did you mean chunks"):
-        schedule(llama(), mesh()).context(chunk=1)
+        schedule(make("llama"), mesh()).context(chunk=1)
     refuse("for transformers' models alone", schedule(Toy("bshd"), mesh()).context(), {"ids": torch.ones(B, 8, dtype=torch.long)})
     holes = hf_batch(8)
     holes["attention_mask"][0, 3] = 0
-    refuse("row 0 has padding before or between its tokens", schedule(llama(), mesh()).context(), holes)
+    refuse("row 0 has padding before or between its tokens", schedule(make("llama"), mesh()).context(), holes)
     in_front = {name: x.flip(1) for name, x in hf_batch(8).items()}
-    refuse("row 1 has padding before or between its tokens", schedule(llama(), mesh()).context(), in_front)
+    refuse("row 1 has padding before or between its tokens", schedule(make("llama"), mesh()).context(), in_front)
     pairs = {**hf_batch(8), "attention_mask": torch.ones(B, 1, 8, 8)}
-    refuse("is a mask of pairs", schedule(llama(), mesh()).context(), pairs)
-    modern = transformers.ModernBertConfig(**SIZES, vocab_size=V, local_attention=4, global_attn_every_n_layers=2, pad_token_id=0)
+    refuse("is a mask of pairs", schedule(make("llama"), mesh()).context(), pairs)
+    modern = transformers.ModernBertConfig(**SIZES, local_attention=4, global_attn_every_n_layers=2, pad_token_id=0)
     refuse("neither causal", schedule(transformers.ModernBertForMaskedLM(modern), mesh()).context(), hf_batch(12, padding=False))
-    gemma = transformers.Gemma2Config(**SIZES, vocab_size=V, num_key_value_heads=2, head_dim=6, pad_token_id=0)
+    gemma = transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=6, pad_token_id=0)
     refuse("caps its scores", schedule(transformers.Gemma2ForCausalLM(gemma), mesh()).context())
-    s = schedule(llama(attention_dropout=0.5), mesh()).context()
+    s = schedule(make("llama", attention_dropout=0.5), mesh()).context()
     s.apply(verify=False)
     s.model.train()
     with pytest.raises(ConfigError, match=r"drops attention \(0.5\)"):
@@ -230,14 +213,14 @@ def check_refused() -> None:
 
 def check_broken() -> None:
     """What makes the results wrong turns up."""
-    for owner, name, instead, make in (
-        (Context, "_row_mask", lambda _, length, causal, window: RowMask(length, causal, window), MODELS["bert"][0]),
-        (Context, "recognise", lambda *_: (True, None), MODELS["bert"][0]),
-        (context_parallel, "_add_arrived", lambda pass_, d_kv, returning: returning and returning[1].wait() is None, llama),
+    for owner, name, instead, model in (
+        (Context, "_row_mask", lambda _, length, causal, window: RowMask(length, causal, window), lambda: make("bert")),
+        (Context, "recognise", lambda *_: (True, None), lambda: make("bert")),
+        (context_parallel, "_add_arrived", lambda pass_, d_kv, returning: returning and returning[1].wait() is None, lambda: make("llama")),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, instead)
-            assert not schedule(make(), mesh()).context().measure(hf_batch(8)).ok, name
+            assert not schedule(model(), mesh()).context().measure(hf_batch(8)).ok, name
 
 
 # transformers takes seconds to import: each group of ranks does several things

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.paths import ROOT
 from support.preset_models import FAMILIES, batch_of, make
 from support.ranks import run_ranks
 
@@ -47,6 +49,20 @@ def round_trip(folder: Path) -> None:
 
 def test_save_pretrained_and_back_bit_for_bit(tmp_path: Path) -> None:
     run_ranks(round_trip, 2, tmp_path, tmp_path)
+
+
+def first_block(text: str) -> None:
+    torch.manual_seed(0)
+    made: dict[str, Any] = {}
+    exec(compile(text, "docs/how-to/schedule.md", "exec"), made)  # ours, from the repository
+    assert made["s"].applied is not None and all(p.grad is not None for p in made["model"].parameters())
+
+
+def test_the_page_for_newcomers_runs_as_it_is_written(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/schedule.md").read_text()
+    block = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
+    assert 'dist.init_process_group("gloo")\n' in block
+    run_ranks(first_block, 2, tmp_path, block.replace('dist.init_process_group("gloo")\n', ""))  # these ranks have done so
 
 
 # what a preset does not cover

@@ -103,7 +103,7 @@ def tables() -> None:
         return write
 
     for op, axis in (("all_reduce", None), ("reduce_scatter", 1)):
-        compare(nn.Sequential(nn.Embedding(10, H), nn.Identity()), ids, words(op, axis))
+        compare(nn.Sequential(nn.Embedding(10, H, padding_idx=5), nn.Identity()), ids, words(op, axis))
 
     def features(sch: SlapoSchedule) -> None:
         sch["0"].shard("weight", axis=1)

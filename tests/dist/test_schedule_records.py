@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.preset_models import B, S, batch_of, plain
 from support.ranks import run_ranks
-from test_schedule import MODELS, B, S, batch
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.schedule import Mesh, Schedule, schedule
+from megatron_sp.schedule import Mesh, Schedule
 from megatron_sp.utils.errors import ConfigError
 
 ASKED = {"output_hidden_states": True, "output_attentions": True}
@@ -26,13 +26,8 @@ def of_records(result: Any) -> Tensor:
 
 
 def made(name: str, tp: int, *, seq: bool, region: str = "") -> Schedule:
-    make, write = MODELS[name]
-    model = make()
-    model.config._attn_implementation = "eager"
     groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=dist.get_world_size() // tp)
-    s = schedule(model, Mesh.of(groups))
-    if tp > 1:
-        write(s, seq)
+    s = plain(name, Mesh.of(groups), seq=seq, attn_implementation="eager")
     if groups.sp.size() > 1:
         s.ulysses(**({"enter": f"{region}.0", "leave": f"{region}.1"} if region else {}))
     return s
@@ -40,7 +35,7 @@ def made(name: str, tp: int, *, seq: bool, region: str = "") -> Schedule:
 
 def whole(cases: list[tuple[str, int, bool, str]]) -> None:
     for name, tp, seq, region in cases:
-        given = {**batch(), **ASKED}
+        given = {**batch_of(name), **ASKED}
         s = made(name, tp, seq=seq, region=region)
         try:
             s.verify(given, loss=of_records)
@@ -75,14 +70,12 @@ def test_on_four_ranks(tmp_path: Path) -> None:
 
 
 def test_a_plain_tuple_of_shares_is_refused() -> None:
-    make, write = MODELS["llama"]
-    s = schedule(make(), Mesh.sizes(tp=2))
-    write(s, True)
-    s.apply(batch(), verify=False)
+    s = plain("llama", Mesh.sizes(tp=2), seq=True)
+    s.apply(verify=False)
     assert s.applied is not None
     s.applied.region.positions = S
     records = (torch.zeros(B, S // 2, 24), torch.zeros(B, S // 2, 24))
-    for plain in ((torch.zeros(()), records), (torch.zeros(()), (torch.zeros(B, 2, S, S),))):
+    for result in ((torch.zeros(()), records), (torch.zeros(()), (torch.zeros(B, 2, S, S),))):
         with pytest.raises(ConfigError, match=r"result 1 is a plain tuple of records.*return_dict=True"):
-            s.applied.complete(plain)
+            s.applied.complete(result)
     s.applied.complete((torch.zeros(B, S // 2, 24), (torch.zeros(B, S, 24),)))  # not a record; whole

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import world_group
+from megatron_sp.parallel.mappings import all_to_all
 from megatron_sp.schedule import slapo
 from megatron_sp.schedule.slapo import Primitive, ShardMethod, SlapoSchedule, Verify, build, create_schedule, init_empty_weights
 from megatron_sp.utils.errors import ConfigError, NumericsError
@@ -297,11 +298,11 @@ def functions_for_hooks() -> None:
     mine = whole.chunk(size, 1)[rank]
 
     def gradient(x: Tensor, function: Callable[[Tensor], Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.clone().requires_grad_()
-        y = function(x)
-        (y * weights).sum().backward()
-        assert x.grad is not None
-        return y.detach(), x.grad
+        given, back = x.clone().requires_grad_(), weights.clone()
+        y = function(given)
+        (grad,) = torch.autograd.grad(y, given, back)
+        assert torch.equal(given, x) and torch.equal(back, weights), "nothing is changed in place"
+        return y.detach(), grad
 
     ranks = torch.stack([(rank_ + 1) * whole for rank_ in range(size)]).sum(0)
     own = (rank + 1) * whole
@@ -322,6 +323,8 @@ def functions_for_hooks() -> None:
     y, grad = gradient(whole, lambda x: slapo.reduce_backward_grad(x, None), (rank + 1) * w)
     assert torch.equal(y, whole)
     torch.testing.assert_close(grad, w * sum(range(1, size + 1)))
+    rows = data(8, 8)
+    gradient(rows, lambda x: all_to_all(x, group, 0, 1), torch.ones(8 // size, 8 * size, dtype=rows.dtype))
 
 
 def random_numbers() -> None:

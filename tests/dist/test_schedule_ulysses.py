@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.core_toys import Toy
+from support.preset_models import SIZES, B, V, make, plain, transformers
 from support.ranks import run_ranks
-from test_schedule import MODELS, SIZES, B, V
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.parallel.mappings import AsyncAllToAll
 from megatron_sp.schedule import Mesh, Schedule, schedule
 from megatron_sp.utils.errors import ConfigError, NumericsError
-
-transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
 
 def hf_batch(length: int, padding: bool = True) -> dict[str, Tensor]:
@@ -30,22 +28,13 @@ def hf_batch(length: int, padding: bool = True) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
 
 
-def with_attention(model: Any, kind: str) -> Any:
-    model.set_attn_implementation(kind)
-    return model
-
-
 def mesh(tp: int) -> Mesh:
     return Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=dist.get_world_size() // tp))
 
 
 def check_hugging_face(cases: list[tuple[str, str, int, bool, int, bool, bool]]) -> None:
     for name, kind, tp, seq, length, padding, overlap in cases:
-        make, write = MODELS[name]
-        s = schedule(with_attention(make(), kind), mesh(tp))
-        if tp > 1:
-            write(s, seq)
-        s.ulysses(overlap_qkv=overlap)
+        s = plain(name, mesh(tp), seq=seq, attn_implementation=kind).ulysses(overlap_qkv=overlap)
         try:
             s.verify(hf_batch(length, padding))
         except Exception as error:
@@ -93,9 +82,9 @@ def check_toys() -> None:
 
 
 def check_regions() -> None:
-    s = schedule(MODELS["llama"][0](), mesh(1))
+    s = schedule(make("llama"), mesh(1))
     s.ulysses(enter="model.layers.0", leave="model.norm").verify(hf_batch(7))
-    config = transformers.BertConfig(**SIZES, vocab_size=V, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
     torch.manual_seed(0)
     s = schedule(transformers.BertForSequenceClassification(config), mesh(1))
     s.ulysses(enter="bert.encoder.layer.0", leave="bert.encoder.layer.1", overlap_qkv=True)
@@ -106,18 +95,18 @@ def check_positions_and_windows() -> None:
     """Families whose positions or masks are their own: RoBERTa's count past padding, Mistral's windows, packed documents."""
     torch.manual_seed(0)
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **no_dropout, vocab_size=V, pad_token_id=1))
+    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **no_dropout, pad_token_id=1))
     given = hf_batch(7)
     given["input_ids"] = torch.where(given["attention_mask"].bool(), given["input_ids"].clamp(min=2), 1)
     schedule(roberta, mesh(1)).ulysses(overlap_qkv=True).verify(given)
-    mistral = transformers.MistralConfig(**SIZES, vocab_size=V, num_key_value_heads=1, sliding_window=3)
+    mistral = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=3)
     schedule(transformers.MistralForCausalLM(mistral), mesh(1)).ulysses().verify(hf_batch(8))
     few = hf_batch(8)
     few["labels"][:, 3:] = -100  # the second rank has none
-    schedule(MODELS["bert"][0](), mesh(1)).ulysses().verify(few)
+    schedule(make("bert"), mesh(1)).ulysses().verify(few)
     packed = {**hf_batch(8, padding=False), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]).repeat(B, 1)}
-    schedule(MODELS["llama"][0](), mesh(1)).ulysses().verify(packed)
-    schedule(MODELS["llama"][0](), mesh(1)).ulysses().verify({**packed, "use_cache": False})
+    schedule(make("llama"), mesh(1)).ulysses().verify(packed)
+    schedule(make("llama"), mesh(1)).ulysses().verify({**packed, "use_cache": False})
 
 
 def check_rest() -> None:
@@ -140,17 +129,17 @@ def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> No
 
 def check_refused() -> None:
     on = mesh(1)
-    refuse("input_ids has 7 positions, which must be a multiple of 2", schedule(MODELS["bert"][0](), on).ulysses(pad=False), hf_batch(7))
-    refuse("has no separate projections of q, k and v", schedule(MODELS["gpt2"][0](), on).ulysses(overlap_qkv=True))
+    refuse("input_ids has 7 positions, which must be a multiple of 2", schedule(make("bert"), on).ulysses(pad=False), hf_batch(7))
+    refuse("has no separate projections of q, k and v", schedule(make("gpt2"), on).ulysses(overlap_qkv=True))
     refuse("is not a model of transformers", schedule(Toy(), on).ulysses(enter="blocks.0", leave="norm"), {"ids": torch.ones(B, 8).long()})
     core = {"core": "blocks.*.core", "q": "query"}
     refuse("specify where the sequence of Toy is cut", schedule(Toy(), on).ulysses(**core), {"ids": torch.ones(B, 8).long()})
     refuse("layout must be one of", schedule(Toy(), on).ulysses(**{**core, "layout": "hsbd"}))
-    refuse("enter= and leave= belong together", schedule(MODELS["bert"][0](), on).ulysses(enter="bert.encoder.layer.0"))
+    refuse("enter= and leave= belong together", schedule(make("bert"), on).ulysses(enter="bert.encoder.layer.0"))
     idle = schedule(Toy(), on).ulysses(core="idle", q="input", k="input", v="input", inputs=["ids"])
     refuse("went through an exchange", idle, {"ids": torch.ones(B, 8).long()})
-    refuse("ulysses was asked for twice", schedule(MODELS["bert"][0](), on).ulysses().ulysses())
-    odd = transformers.BertConfig(**{**SIZES, "num_attention_heads": 3}, vocab_size=V)
+    refuse("ulysses was asked for twice", schedule(make("bert"), on).ulysses().ulysses())
+    odd = transformers.BertConfig(**{**SIZES, "num_attention_heads": 3})
     refuse("has 3 query heads on this rank", schedule(transformers.BertForMaskedLM(odd), on).ulysses())
     refuse("pooler of BertModel works on whole", schedule(transformers.BertModel(odd), on).ulysses())
     tiny = {"vocab_size": V, "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
@@ -167,22 +156,18 @@ def check_refused() -> None:
     ):
         refuse(part, schedule(model, on).ulysses())
     ids = hf_batch(8)["input_ids"]
-    refuse(
-        "was given logits_to_keep, as generate() does",
-        schedule(MODELS["llama"][0](), on).ulysses(),
-        {"input_ids": ids, "logits_to_keep": 1},
-    )
-    refuse("stage must be 0, 1, 2 or 3", schedule(MODELS["bert"][0](), on).zero(4))
-    refuse("the optimizer has no rate", schedule(MODELS["bert"][0](), on).zero(1, {"rate": 1.0}))
-    qwen = transformers.Qwen3Config(**SIZES, vocab_size=V, num_key_value_heads=2, head_dim=6)
+    refuse("was given logits_to_keep, as generate() does", schedule(make("llama"), on).ulysses(), {"input_ids": ids, "logits_to_keep": 1})
+    refuse("stage must be 0, 1, 2 or 3", schedule(make("bert"), on).zero(4))
+    refuse("the optimizer has no rate", schedule(make("bert"), on).zero(1, {"rate": 1.0}))
+    qwen = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=6)
     refuse("has q_norm, k_norm between", schedule(transformers.Qwen3ForCausalLM(qwen), on).ulysses(overlap_qkv=True))
-    clipped = transformers.OlmoConfig(**SIZES, vocab_size=V, num_key_value_heads=2, clip_qkv=8.0)  # nothing is so large yet
+    clipped = transformers.OlmoConfig(**SIZES, num_key_value_heads=2, clip_qkv=8.0)  # nothing is so large yet
     refuse("does this to its queries", schedule(transformers.OlmoForCausalLM(clipped), on).ulysses(overlap_qkv=True))
 
 
 def check_others_are_left_alone() -> None:
     """A model without a schedule computes what it did, bit for bit, beside one with."""
-    model, split = (MODELS["llama"][0]() for _ in range(2))
+    model, split = (make("llama") for _ in range(2))
     before = model(**hf_batch(8)).logits
     schedule(split, mesh(1)).ulysses().apply()
     split(**hf_batch(8))
@@ -192,7 +177,7 @@ def check_others_are_left_alone() -> None:
 def check_order() -> None:
     """q leaves before k is projected; the gradients of v, k and q leave before the first is waited for; v's is used under the others."""
     log: list[str] = []
-    model = MODELS["llama"][0]()
+    model = make("llama")
     schedule(model, mesh(1)).ulysses(overlap_qkv=True).apply()
     start, end = AsyncAllToAll._start, AsyncAllToAll._end
     with pytest.MonkeyPatch.context() as patch:

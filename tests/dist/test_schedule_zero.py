@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.preset_models import make, plain
 from support.ranks import run_ranks
-from test_schedule import MODELS, SIZES, V
-from test_schedule_ulysses import hf_batch, transformers, with_attention
+from test_schedule_ulysses import hf_batch
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import OptimizerConfig
-from megatron_sp.schedule import Mesh, schedule
+from megatron_sp.schedule import Mesh
 
 OPTIMIZER = OptimizerConfig(lr=0.05, adam_eps=1e-3, clip_grad=0.5)
 Case = tuple[str, int, int, bool, int, bool]
@@ -27,18 +27,13 @@ def batches(count: int) -> list[dict[str, Tensor]]:
     return made
 
 
-def make(name: str) -> Any:
-    """Four blocks, so that with two buffers for them one gives way to another before its backward pass."""
-    if name != "llama":
-        return MODELS[name][0]()
-    torch.manual_seed(0)
-    shape = {**SIZES, "num_hidden_layers": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=V, num_key_value_heads=2))
+#: four blocks, so that with two buffers for them one gives way to another before its backward pass
+CHANGES: dict[str, dict[str, Any]] = {"llama": {"num_hidden_layers": 4}}
 
 
 def plain_steps(name: str, micro_batches: int) -> tuple[list[float], dict[str, Tensor]]:
     """Norms of three steps of torch's own AdamW on the model as it is, and the weights after them."""
-    model, norms = with_attention(make(name), "sdpa").double(), []
+    model, norms = make(name, **CHANGES.get(name, {})).double(), []
     apart = [[p for p in model.parameters() if (p.ndim >= 2) == decayed] for decayed in (True, False)]
     groups = [{"params": apart[0], "weight_decay": OPTIMIZER.weight_decay}, {"params": apart[1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, eps=OPTIMIZER.adam_eps)
@@ -53,15 +48,12 @@ def plain_steps(name: str, micro_batches: int) -> tuple[list[float], dict[str, T
 
 def steps_of(name: str, case: Case, micro_batches: int) -> tuple[list[float], dict[str, Tensor]]:
     """The same, split and sharded."""
-    write = MODELS[name][1]
-    model = with_attention(make(name), "sdpa").double()
     _, tp, sp, seq, stage, recompute = case
+    mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp))
+    s = plain(name, mesh, seq=seq, **CHANGES.get(name, {}))
+    model: Any = s.model.double()
     if recompute:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the older name warns
-    mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp))
-    s = schedule(model, mesh)
-    if tp > 1:
-        write(s, seq)
     s.ulysses()
     s.zero(stage, OPTIMIZER, micro_batches=micro_batches)
     s.apply()

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_sp.schedule import Mesh, Schedule
+from megatron_sp.schedule.presets import auto
+
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
 V, S, B = 37, 8, 3
@@ -115,3 +118,10 @@ def batch_of(name: str) -> dict[str, Any]:
     if "Classification" in head:
         return batch | {"labels": torch.tensor([0, 1, 1])}
     return batch if head.endswith("Model") and head != "LMHeadModel" else batch | {"labels": torch.where(mask.bool(), ids, -100)}
+
+
+def plain(name: str, mesh: Mesh, *, seq: bool = False, **changes: Any) -> Schedule:
+    """The lines of a preset over tp, and none about random numbers or sequences over sp and cp."""
+    s = auto(make(name, **changes), mesh, seq=seq, ulysses=False, context=False)
+    s.directives = [d for d in s.directives if d.do != "rng"]
+    return s

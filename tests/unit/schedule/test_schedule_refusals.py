@@ -83,6 +83,14 @@ TOYS: dict[str, tuple[Schedule, Lines, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("tensor", "axis"), [("weight", -2), ("bias", -1)])
+def test_splitting_twice_is_refused_in_any_spelling(tensor: str, axis: int) -> None:
+    s = toy(seq=False)
+    s["blocks.0.mlp.up"].shard(tensor, axis)
+    with pytest.raises(ConfigError, match=rf"blocks\.0\.mlp\.up\.{tensor} is split twice.*E10"):
+        s.check()
+
+
 @pytest.mark.parametrize("case", TOYS)
 def test_lines_that_are_refused(case: str) -> None:
     s, change, message = TOYS[case]
