@@ -6,9 +6,8 @@
     s["model.layers.*.self_attn.o_proj"].row()
     s.apply()
 
-Nothing changes before ``apply()``; the order of the lines does not matter. Names, hooks, tied weights and the state
-dict stay those of the model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primitives have these
-names; hooks replace its tracer.
+Nothing changes before ``apply()``; the order of the lines does not matter. Names of primitives: Slapo (ASPLOS 2024,
+arXiv:2302.08005); hooks replace its tracer.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from megatron_sp.schedule import plan_file
 from megatron_sp.schedule.apply.apply import Applied, apply, decide
 from megatron_sp.schedule.apply.ulysses import CONTEXT_OPTIONS, OPTIONS, require_known
 from megatron_sp.schedule.core.directives import Directive, Mesh, caller, expand
+from megatron_sp.schedule.core.hooks import Name
 from megatron_sp.schedule.report import show as text
 from megatron_sp.schedule.report.cost import Cost, cost
 from megatron_sp.schedule.report.show import Difference, diff, write_picture
@@ -32,8 +32,6 @@ from megatron_sp.schedule.verify.derive import as_said
 from megatron_sp.schedule.verify.proof import measure, prove
 from megatron_sp.schedule.verify.verify import LossOf, Verdict
 from megatron_sp.utils.errors import ConfigError, NumericsError
-
-Name = str | int | None  # of an input or an output
 
 
 class Schedule:
@@ -57,10 +55,10 @@ class Schedule:
         self.directives.append(Directive(on, do, {k: v for k, v in args.items() if v is not None}, caller()))
 
     def sequence(self, enter: str, leave: str, *, inside: str | None = None, arg: Name = None) -> Schedule:
-        """Split activations along the sequence over tp between two modules (Megatron-LM's, arXiv:2205.05198).
+        """Split activations along the sequence over tp, from the first block to the norm after the last.
 
-        ``enter`` is usually the first block, ``leave`` the norm after the last. Gradients of unsplit parameters of the
-        modules ``inside`` (a glob; default: all in one list with ``enter``, and ``leave``) are summed over tp.
+        Gradients of whole parameters ``inside`` (a glob; default: all in one list with ``enter``, and ``leave``) are
+        summed over tp. Source: Megatron-LM, arXiv:2205.05198.
         """
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
         return self
@@ -68,16 +66,16 @@ class Schedule:
     def ulysses(self, axis: str = "sp", **options: Any) -> Schedule:
         """Split every sequence over ``axis``, and exchange it for heads around attention (arXiv:2309.14509).
 
-        A transformers model needs nothing else; others need the ``ulysses.OPTIONS`` that name their modules and inputs.
+        Models that are not of transformers need the ``ulysses.OPTIONS`` that name their modules and inputs.
         """
         require_known("ulysses", options, OPTIONS)
         self.add("", "ulysses", axis=axis, **{"overlap_qkv": False, "pad": True, **options})
         return self
 
     def context(self, axis: str = "cp", **options: Any) -> Schedule:
-        """Deal every sequence to the ranks of ``axis``, which send keys and values as the mask needs them.
+        """Deal sequences to the ranks of ``axis``, which send each other keys and values as the mask needs them.
 
-        For transformers models; alone, or around ``ulysses()``. Options: ``ulysses.CONTEXT_OPTIONS``.
+        For transformers models, alone or around ``ulysses()``. Options: ``ulysses.CONTEXT_OPTIONS``.
         """
         require_known("context", options, CONTEXT_OPTIONS)
         self.add("", "context", axis=axis, **options)
@@ -86,26 +84,23 @@ class Schedule:
     def zero(self, stage: int, optimizer: Any = None, *, micro_batches: int = 1, blocks: str | None = None) -> Schedule:
         """Shard optimizer state (1), also gradients (2), also parameters (3) over dp, cp and sp (arXiv:1910.02054).
 
-        The training loop then calls ``applied.zero.backward(loss)`` for each micro-batch, and ``applied.zero.step()``.
-
-        Args:
-            optimizer: an OptimizerConfig, or a dict of its fields.
-            blocks: glob of the modules that are separate units (default: see ``zero.find_blocks``).
+        Training calls ``applied.zero.backward(loss)`` and ``applied.zero.step()``. ``optimizer``: an OptimizerConfig,
+        or a dict of its fields; ``blocks``: glob of the modules that are units (default: ``zero.find_blocks``).
         """
         self.add("", "zero", stage=stage, optimizer=optimizer, micro_batches=micro_batches, blocks=blocks)
         return self
 
     def show(self, *, every: bool = False) -> str:
-        """Return the model's tree with its splits and collectives; ``every``: also modules that no line affects."""
+        """Return the model's tree with splits and collectives; ``every``: also modules that no line affects."""
         return text.show(survey(self), every=every)
 
     def explain(self, path: str) -> str:
-        """Describe the modules that a glob matches: shares of parameters, and the reason of each collective."""
+        """Describe the modules that a glob matches, with the reason of each collective."""
         surveyed = survey(self)
         return "\n".join(text.explain(surveyed, match) for match in expand(self.model, path))
 
     def diff(self, other: Schedule) -> Difference:
-        """Compare with another schedule; the result is false, and prints "no difference", if there is none."""
+        """Compare with another schedule; the result is false if there is no difference."""
         return diff(self, other)
 
     def cost(self, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
@@ -117,11 +112,11 @@ class Schedule:
         write_picture(survey(self), path)
 
     def save(self, path: str | Path) -> None:
-        """Write the lines as YAML. Raises ConfigError: some need code; names them."""
+        """Write the lines as YAML. Raises ConfigError: some need code."""
         plan_file.save(path, self.model, self.directives, self.seq_dim)
 
     def load(self, path: str | Path) -> Schedule:
-        """Add the lines of a file. Raises ConfigError: it does not fit this model, or a line is invalid."""
+        """Add the lines of a file. Raises ConfigError: they do not fit this model, or are invalid."""
         lines, seq_dim = plan_file.load(path, self.model)
         if self.directives and seq_dim != self.seq_dim:
             both = f"{path} has seq_dim {seq_dim}, and the lines that are here have {self.seq_dim}"
@@ -150,7 +145,7 @@ class Schedule:
             batch: keyword arguments of the model, the same on every rank.
             loss: function of the model's result (default: its own loss).
         Raises:
-            NumericsError: they differ; names the first module that differs, the missing sum, and the worst tensors.
+            NumericsError: they differ; names the first module that does, and the missing sum.
             ConfigError: the lines are invalid, or the split model fails (DoesNotRun).
         """
         verdict = self.measure(batch, dtype=dtype, loss=loss)
@@ -180,13 +175,12 @@ class Schedule:
     def apply(self, batch: Mapping[str, Any] | None = None, *, verify: bool = True) -> nn.Module:
         """Apply the lines to the model, and return it. Collective over all ranks of the mesh.
 
-        Lines that ``verify()`` has not accepted are verified first, on a small copy of the model if it is large, with
-        ``batch`` or an example; see ``proof.py``. If that is not possible, there is a warning, or an error if something
-        is open. Without ``verify`` the lines are trusted, with defaults for what is open: the adjoint of an all_gather
-        is reduce_scatter at an input and slice at an output, and dropout is the same on all ranks.
+        Lines that ``verify()`` has not accepted are verified first, with ``batch`` or an example, on a small copy of a
+        large model (``proof.py``). Without ``verify`` they are trusted: an open adjoint is reduce_scatter at an input
+        and slice at an output, and dropout is the same on all ranks.
 
         Raises:
-            NumericsError: the split model computes something else than the whole one; says where, and what is missing.
+            NumericsError: the split model computes something else; says where, and what is missing.
             ConfigError: a line is invalid, something is open and cannot be measured, or this is a second call (E15).
         """
         if self.applied is not None:
@@ -198,7 +192,7 @@ class Schedule:
 
 
 class Selection:
-    """Selection of modules to which lines are added; methods that add a line return the selection itself."""
+    """Modules to which lines are added; methods that add a line return the selection itself."""
 
     def __init__(self, owner: Schedule, glob: str) -> None:
         self.schedule, self.glob = owner, glob
@@ -228,8 +222,8 @@ class Selection:
         """Split a parameter over tp along a dim.
 
         Args:
-            blocks: number of equal parts along that dim, or their sizes: each is split, as in a fused q, k, v.
-            heads: number of heads; the parts are split only between heads.
+            blocks: number of equal parts along it, or their sizes: each is split, as in a fused q, k, v.
+            heads: number of heads, between which the parts are split.
             replicas: with fewer heads than ranks, several ranks have the same head.
         """
         return self._add("shard", tensor=tensor, axis=axis, blocks=blocks, heads=heads, replicas=replicas)
@@ -238,10 +232,9 @@ class Selection:
         self, *, input: str = "copy", blocks: Any = None, heads: int | None = None, replicas: bool | None = None,
         gather: bool | None = None,
     ) -> Selection:  # fmt: skip
-        """Split a linear layer by its outputs, both weight and bias; ``gather`` joins them. For the rest see ``shard``.
+        """Split a linear layer by its outputs, weight and bias; ``gather`` joins them. For the rest see ``shard``.
 
-        ``input``: copy: the layer itself sums the gradient of its input over the ranks, during that of its weight;
-        prepared: a sync at an enclosing module does (one for q, k and v together).
+        ``input``: copy: the layer sums the gradient of its input over the ranks; prepared: a sync around it does.
         """
         return self._add("column", input=input, blocks=blocks, heads=heads, replicas=replicas, gather=gather)
 
@@ -263,7 +256,7 @@ class Selection:
         Args:
             mode: fwd_pre (an input), fwd_post (an output), bwd_post (the gradient of an input).
             sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce, copy (nothing forward, all_reduce backward),
-                or a function (tensor, group) -> tensor, with ``layouts`` such as "S(1)->R" to describe what it does.
+                or a function (tensor, group) -> tensor, which ``layouts`` describes: "S(1)->R".
             axis: dim of the activation.
             arg, out: the input or output, by name or index (default: the first).
             grad: adjoint of all_gather: reduce_scatter or slice (default: measured by ``verify()``).
@@ -273,11 +266,7 @@ class Selection:
         return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, **more)
 
     def hook(self, mode: str, fn: Callable[..., Any]) -> Selection:
-        """Register a torch hook, for what a ``sync`` of one tensor cannot do; it is omitted if tp is 1.
-
-        ``mode``: fwd_pre: fn(module, inputs); fwd_post: fn(module, inputs, output); bwd_post: fn(module, grad_inputs,
-        grad_outputs).
-        """
+        """Register a hook of torch's at fwd_pre, fwd_post or bwd_post, for what a ``sync`` cannot do; not if tp is 1."""
         return self._add("hook", mode=mode, fn=fn)
 
     def vocab_parallel(self, *, gather: bool | None = None) -> Selection:
@@ -289,10 +278,7 @@ class Selection:
         return self._add("sum_gradients", names=list(names) or None)
 
     def checkpoint(self, policy: str | None = None) -> Selection:
-        """Recompute the modules in backward instead of saving their activations (activation checkpointing).
-
-        ``policy``: full (default), or keep_gathered: results of all-gathers inside are saved.
-        """
+        """Recompute the modules in backward; ``policy``: full, or keep_gathered: results of all-gathers are saved."""
         return self._add("checkpoint", policy=policy)
 
     def replace(self, new: Any) -> Selection:
@@ -300,10 +286,7 @@ class Selection:
         return self._add("replace", new=new)
 
     def rng(self, axis: str = "tp") -> Selection:
-        """Make random numbers inside differ between the ranks of an axis, for dropout on split tensors.
-
-        With "same", modules inside of such ones get the same numbers on all ranks again.
-        """
+        """Make random numbers inside differ between the ranks of an axis; "same": equal again, inside of such modules."""
         return self._add("rng", axis=axis)
 
     def set(self, attribute: str, value: Any = None, *, divide: str | None = None) -> Selection:
@@ -325,7 +308,7 @@ def load(path: str | Path, model: nn.Module, mesh: Mesh | None = None) -> Schedu
 
 
 def schedule(model: nn.Module, mesh: Mesh | None = None, *, seq_dim: int = 1) -> Schedule:
-    """Create an empty schedule for a model, which may be on the meta device, to show and to apply.
+    """Create an empty schedule for a model, which may be on the meta device.
 
     Args:
         mesh: ``Mesh.of(groups)`` in a job, ``Mesh.sizes(tp=2)`` to show it without one; None: one rank.

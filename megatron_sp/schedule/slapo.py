@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group, world_group
 from megatron_sp.parallel.mappings import all_to_all, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
-from megatron_sp.schedule.apply.apply import Applied, decide
+from megatron_sp.schedule.apply.apply import decide
 from megatron_sp.schedule.apply.guards import whole_or_not_at_all
 from megatron_sp.schedule.apply.plan import names_of, tensor_of
 from megatron_sp.schedule.apply.randomness import Streams
@@ -356,12 +356,9 @@ class SlapoSchedule:
                 why = "it is split by its inputs, so it has a sum to make of its result, and none of a gradient"
                 raise ConfigError(f"{where}: {why}: use forward")
             return [("fwd_post", "all_reduce", {})]
-        syncs: list[tuple[str, str, dict[str, Any]]] = []
-        if mode != "backward":
-            syncs.append(("fwd_post", "all_gather", {"axis": axis}))
-        if mode != "forward" and not (kind is not None and kind.by_channel):
-            syncs.append(("bwd_post", "all_reduce", {}))
-        return syncs
+        gather = [("fwd_post", "all_gather", {"axis": axis})] if mode != "backward" else []
+        sums = mode != "forward" and not (kind is not None and kind.by_channel)
+        return [*gather, ("bwd_post", "all_reduce", {})] if sums else gather
 
     def fork_rng(self) -> None:
         """Make random numbers inside differ between the ranks."""
@@ -462,26 +459,18 @@ def build(
             owner.apply(verify=False)  # the defaults are Slapo's, and written down (docs/how-to/schedule.md)
             call_methods("postproc", 1)
             assert owner.applied is not None
-            owner.applied = _finished(owner.applied)
+            applied, specs = owner.applied, owner.applied.specs
+            for name, parameter in model.named_parameters():
+                if name in applied.splits:
+                    parameter.orig_shape = torch.Size(specs[name].shape)  # type: ignore[attr-defined]
+                if specs[name].sums:  # now, for loops of Slapo's models do nothing after backward
+                    parameter.register_hook(partial(applied.summed, name))
+            done = {name: replace(spec, sums=()) for name, spec in specs.items()}
+            owner.applied = replace(applied, specs=done)
     except BaseException:
         owner.applied = None
         raise
     return model, None
-
-
-def _finished(applied: Applied) -> Applied:
-    # sum partial gradients as soon as they are computed: training loops for Slapo's models do nothing after backward
-    def summed(name: str, grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        applied.sum_parts(name, grad)
-        return grad
-
-    for name, parameter in applied.model.named_parameters():
-        if name in applied.splits:
-            parameter.orig_shape = torch.Size(applied.specs[name].shape)  # type: ignore[attr-defined]
-        if applied.specs[name].sums:
-            parameter.register_hook(partial(summed, name))
-    return replace(applied, specs={name: replace(spec, sums=()) for name, spec in applied.specs.items()})
 
 
 def _without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
@@ -545,22 +534,19 @@ class Verify:
         with torch.random.fork_rng():
             self.verdict = verify(now, *asked, dtype=self.dtype, loss=self._loss, whole=self.whole)
         if not self.verdict.ok:
-            raise NumericsError(f"{self.verdict}{self._advice(self.verdict)}")
+            wrong = [row for row in self.verdict.rows if not row.error <= self.verdict.tolerance]
+            split = {f"{d.on}.{d.args['tensor']}".lstrip(".") for d in lines if d.do == "shard"}
+            advice = ""
+            if all(row.kind == "gradient" and row.name not in split for row in wrong):
+                path, _, last = wrong[0].name.rpartition(".")
+                advice = (
+                    "\nevery rank has these parameters whole; if it uses them on a share of the positions, their"
+                    f" gradients are sums over the ranks: sch[{path!r}].annotate({last!r}, 'replicated_param', True)"
+                )
+            raise NumericsError(f"{self.verdict}{advice}")
         owner.directives = with_adjoints(lines, self.verdict.adjoints)
         # these inputs may be equal by chance: what build() would refuse is refused here, too
         decide(owner.model, lines, owner.mesh, owner.seq_dim)
-
-    def _advice(self, verdict: Verdict) -> str:
-        # only gradients of unsplit parameters differ: most likely they lack a sum over the ranks
-        wrong = [row for row in verdict.rows if not row.error <= verdict.tolerance]
-        split = {f"{d.on}.{d.args['tensor']}".lstrip(".") for d in self.sch.schedule.directives if d.do == "shard"}
-        if any(row.kind != "gradient" or row.name in split for row in wrong):
-            return ""
-        path, _, last = wrong[0].name.rpartition(".")
-        return (
-            "\nevery rank has these parameters whole; if it uses them on a share of the positions, their gradients are"
-            f" sums over the ranks: sch[{path!r}].annotate({last!r}, 'replicated_param', True)"
-        )
 
     def _ready_copy(self) -> nn.Module:
         copied = copy.deepcopy(self.sch.mod)

@@ -97,18 +97,20 @@ class Applied:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
-            self.sum_parts(name, parameter.grad)
+            parameter.grad = self.summed(name, parameter.grad)
             for group in self.mesh.replicas:
                 all_reduce(parameter.grad, group)
 
-    def sum_parts(self, name: str, grad: Tensor) -> None:
-        """Sum the gradient of one parameter over tp, in place."""
+    def summed(self, name: str, grad: Tensor) -> Tensor:
+        """Return the gradient of one parameter, summed over tp. Collective."""
         spec = self.specs[name]
+        grad = grad.clone() if spec.sums else grad
         for part in spec.sums:
             view = grad.narrow(spec.dim, part.start, part.length) if grad.ndim else grad
             places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
             places[part.slot] = view
             view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
+        return grad
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient, after ``finish_backward``. Collective with ZeRO."""
