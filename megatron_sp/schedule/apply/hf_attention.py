@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from einops import rearrange
@@ -65,56 +64,27 @@ def take_over(model: nn.Module, exchanges: Any) -> None:
     table = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     masks = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
     look_up = table.get_interface
+
+    def attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = EXCHANGES.get(module)
+        if own is None:
+            return function(module, *args, **kwargs)
+        named = [kwargs.pop(name, None) for name in _OPERANDS[len(args) :]]  # some models pass the mask by its name
+        return own.attend(function, module, *args, *named, **kwargs)
+
+    def mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        running = RUNNING.get()
+        return function(*args, **kwargs) if running is None or args else running.mask(function, **kwargs)
+
     if not getattr(look_up, _WRAPPED, False):
-        table.get_interface = wraps(look_up)(lambda *args, **kwargs: partial(_attend, look_up(*args, **kwargs)))
+        table.get_interface = wraps(look_up)(lambda *args, **kwargs: partial(attend, look_up(*args, **kwargs)))
         setattr(table.get_interface, _WRAPPED, True)
     for key in list(masks):
         if not getattr(masks[key], _WRAPPED, False):
-            masks[key] = wraps(masks[key])(partial(_mask, masks[key]))
+            masks[key] = wraps(masks[key])(partial(mask, masks[key]))
             setattr(masks[key], _WRAPPED, True)
     for module in model.modules():
         EXCHANGES[module] = exchanges
-
-
-def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    exchanges = EXCHANGES.get(module)
-    if exchanges is None:
-        return function(module, *args, **kwargs)
-    named = [kwargs.pop(name, None) for name in _OPERANDS[len(args) :]]  # some models pass the mask by its name
-    return exchanges.attend(function, module, *args, *named, **kwargs)
-
-
-def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    exchanges = RUNNING.get()
-    return function(*args, **kwargs) if exchanges is None or args else exchanges.mask(function, **kwargs)
-
-
-@contextmanager
-def one_sequence_a_row() -> Iterator[None]:
-    """Disable what transformers reads from the values of whole rows: packed sequences and padding."""
-    masking, models = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.modeling_utils")
-    places: tuple[tuple[Any, str, Callable[..., None]], ...] = (
-        (masking, "find_packed_sequence_indices", lambda position_ids: None),
-        (getattr(models, "PreTrainedModel", None), "warn_if_padding_and_no_attention_mask", lambda *_: None),
-    )
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in places if hasattr(holder, name)]
-    for holder, name, instead in places:
-        if hasattr(holder, name):
-            setattr(holder, name, instead)
-    try:
-        yield
-    finally:
-        for holder, name, looks in before:
-            setattr(holder, name, looks)
-
-
-def global_positions(model: nn.Module, first: Tensor, mask: Tensor | None) -> Tensor:
-    counter: Any = next((m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
-    if counter is not None and first.ndim == 2:
-        return counter.create_position_ids_from_input_ids(first, counter.padding_idx)  # type: ignore[no-any-return]
-    if getattr(getattr(model, "config", None), "model_type", "") == "opt" and mask is not None and mask.ndim == 2:
-        return mask.long().cumsum(1) * mask.long() - 1
-    return torch.arange(first.shape[1], device=first.device)[None]
 
 
 class OpTrace(TorchFunctionMode):
@@ -142,16 +112,16 @@ class OpTrace(TorchFunctionMode):
         """Raise ConfigError if the module does something else to q, k or v before its attention gets them."""
         for part, x in zip("qkv", qkv, strict=True):
             steps, own, word = self._steps.get(x), self._own.get(part, Counter()), _WORDS[part]
+            what = ""
             if steps is None:
-                self._refuse(f"does what cannot be followed to its {word}")
-            if more := steps - own:
-                self._refuse(f"does this to its {word}, and no exchange may start before that: {', '.join(more)}")
-            if own - steps:
-                self._refuse(f"does not rotate its {word}, though it is given angles (position_embeddings)")
-
-    def _refuse(self, what: str) -> NoReturn:
-        between = f"between projections and attention {self.path} {what}"
-        raise ConfigError(f"overlap_qkv: {between}; leave overlap_qkv out ({self.where})")
+                what = f"does what cannot be followed to its {word}"
+            elif more := steps - own:
+                what = f"does this to its {word}, and no exchange may start before that: {', '.join(more)}"
+            elif own - steps:
+                what = f"does not rotate its {word}, though it is given angles (position_embeddings)"
+            if what:
+                between = f"between projections and attention {self.path} {what}"
+                raise ConfigError(f"overlap_qkv: {between}; leave overlap_qkv out ({self.where})")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,8 +146,8 @@ class OpTrace(TorchFunctionMode):
         return result
 
 
-class EarlyExchanges:
-    """Early exchanges of all attention modules of a transformers model that project q, k and v separately.
+class EarlyExchange:
+    """Early exchange of one attention module of transformers that projects q, k and v separately.
 
     With ``only_looks`` nothing is exchanged, only checked whether it could start early.
     """
@@ -187,102 +157,105 @@ class EarlyExchanges:
     # cosines and sines that the module was given. The first pass of each module verifies that it does this and nothing
     # else (``OpTrace``).
 
-    def __init__(self, model: nn.Module, group: Group, where: str, *, only_looks: bool = False) -> None:
-        self.group, self.where, self.only_looks = group, where, only_looks
-        # running modules that have not reached their attention
-        self._traces: WeakKeyDictionary[nn.Module, OpTrace] = WeakKeyDictionary()
-        self._verified: WeakSet[nn.Module] = WeakSet()
-        self._flights: WeakKeyDictionary[nn.Module, dict[str, tuple[AsyncAllToAll, Tensor]]] = WeakKeyDictionary()
-        for path, module in model.named_modules():
-            for names in _PROJECTIONS:
-                if all(isinstance(getattr(module, name, None), nn.Module) for name in names):
-                    self._wrap(path, module, names)
-                    break
-        if not self._flights:
-            either = " / ".join(_PROJECTIONS[0]), " / ".join(_PROJECTIONS[1])
-            has = f"has no separate projections of q, k and v ({', or '.join(either)})"
-            nothing = "so there is nothing to exchange early: leave overlap_qkv out"
-            raise ConfigError(f"overlap_qkv: {type(model).__name__} {has}, {nothing} ({where})")
-
-    def handles(self, module: nn.Module) -> bool:
-        return module in self._flights and not self.only_looks
-
-    def require_same(self, module: nn.Module, *qkv: Tensor) -> None:
-        trace = self._end(module)
-        if trace is not None:
-            trace.require(*qkv)
-            self._verified.add(module)
-
-    def _end(self, module: nn.Module) -> OpTrace | None:
-        trace = self._traces.pop(module, None)
-        if trace is not None:
-            trace.__exit__(None, None, None)
-        return trace
-
-    def land(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Return q, k and v of some heads and all positions, padding included: [b, n/sp, s, d]."""
-        flights, self._flights[module] = self._flights[module], {}
-        if len(flights) != 3:
-            what = f"{', '.join(flights) or 'nothing'} of q, k, v on its way"
-            raise RuntimeError(f"{type(module).__name__} reached its attention with {what}")
-        landed = (flight.land(token) for flight, token in (flights[part] for part in "qkv"))
-        return tuple(rearrange(x, "ranks b s m d -> b m (ranks s) d") for x in landed)
-
-    def _wrap(self, path: str, module: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, path: str, module: nn.Module, names: tuple[str, ...], group: Group, where: str, only_looks: bool
+    ) -> None:
         norms = [name for name, _ in module.named_children() if "norm" in name.lower()]
         size = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
         if norms or not isinstance(size, int):
             between = "between its projections and its attention, which has to come before an exchange"
             what = f"has {', '.join(norms)} {between}" if norms else "does not say how wide its heads are (head_dim)"
-            raise ConfigError(f"overlap_qkv: {path} {what}: leave overlap_qkv out ({self.where})")
-        self._flights[module] = {}
-        current: dict[str, Any] = {}  # of this pass: the angles, and the number of query heads
-        heads = Heads(self.group, 1, 2, path)
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            current.update(angles=kwargs.get("position_embeddings"), queries=0)
-            self._end(module)
-            # a function mode cannot be compiled
-            if module not in self._verified and not torch.compiler.is_compiling():
-                self._traces[module] = OpTrace(path, self.where).__enter__()
-
-        def launch(part: str, _: nn.Module, args: Any, y: Tensor) -> Tensor:
-            x = y.unflatten(-1, (-1, size))  # [b, s/sp, n, d]
-            current["queries"] = x.shape[2] if part == "q" else current["queries"]
-            if not current["queries"]:
-                order = "its keys before its queries, which tell how many heads there are"
-                raise ConfigError(f"overlap_qkv: {path} projects {order}: leave overlap_qkv out ({self.where})")
-            trace, angles = self._traces.get(module), current["angles"]
-            if trace is not None:
-                trace.begin(x)
-            sent = x if part == "v" or angles is None else self._rotated(path, module, x, angles)
-            if trace is not None:
-                trace.sent(part, sent)
-            if self.only_looks:
-                return y if trace is None else trace.begin(y)
-            sent = heads.spread(sent, current["queries"])
-            # [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]; torch's own functions, as ``OpTrace`` records them
-            by_rank = sent.unflatten(2, (self.group.size(), -1)).movedim(2, 0).contiguous()
-            flight = AsyncAllToAll(self.group)
-            self._flights[module][part] = flight, flight.launch(by_rank)
-            stand_in = x[:, :, 0].detach()
-            return stand_in if trace is None else trace.begin(stand_in)
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
+            raise ConfigError(f"overlap_qkv: {path} {what}: leave overlap_qkv out ({where})")
+        self.path, self.size, self.group, self.where, self.only_looks = path, size, group, where, only_looks
+        self.heads = Heads(group, 1, 2, path)
+        self.kind, self.is_verified = type(module), False
+        # of this pass: the trace until the attention is reached, the angles, the number of query heads, and what flies
+        self.trace: OpTrace | None = None
+        self.angles: tuple[Tensor, Tensor] | None = None
+        self.queries = 0
+        self.flights: dict[str, tuple[AsyncAllToAll, Tensor]] = {}
+        module.register_forward_pre_hook(self._begin, with_kwargs=True)
         # also if the module fails before its attention
-        module.register_forward_hook(lambda *_: self._end(module) and None, always_call=True)
+        module.register_forward_hook(lambda *_: self._end_trace() and None, always_call=True)
         for part, name in zip("qkv", names, strict=True):
-            getattr(module, name).register_forward_hook(partial(launch, part))
+            getattr(module, name).register_forward_hook(partial(self._launch, part))
 
-    def _rotated(self, path: str, module: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._end_trace()
+        self.angles, self.queries = kwargs.get("position_embeddings"), 0
+        if not self.is_verified and not torch.compiler.is_compiling():  # a function mode cannot be compiled
+            self.trace = OpTrace(self.path, self.where).__enter__()
+
+    def _end_trace(self) -> OpTrace | None:
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            trace.__exit__(None, None, None)
+        return trace
+
+    def _launch(self, part: str, _: nn.Module, args: Any, y: Tensor) -> Tensor:
+        x = y.unflatten(-1, (-1, self.size))  # [b, s/sp, n, d]
+        self.queries = x.shape[2] if part == "q" else self.queries
+        if not self.queries:
+            order = "its keys before its queries, which tell how many heads there are"
+            raise ConfigError(f"overlap_qkv: {self.path} projects {order}: leave overlap_qkv out ({self.where})")
+        begin = self.trace.begin if self.trace is not None else lambda x: x
+        begin(x)
+        sent = x if part == "v" or self.angles is None else self._rotated(x, self.angles)
+        if self.trace is not None:
+            self.trace.sent(part, sent)
+        if self.only_looks:
+            return begin(y)
+        sent = self.heads.spread(sent, self.queries)
+        # [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]; torch's own functions, as ``OpTrace`` records them
+        by_rank = sent.unflatten(2, (self.group.size(), -1)).movedim(2, 0).contiguous()
+        flight = AsyncAllToAll(self.group)
+        self.flights[part] = flight, flight.launch(by_rank)
+        return begin(x[:, :, 0].detach())
+
+    def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         # rotate [b, s/sp, n, d] as the module would do it. Raises ConfigError if it is not known how
-        rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        rotate = getattr(sys.modules[self.kind.__module__], "apply_rotary_pos_emb", None)
         heads = x.transpose(1, 2)
         try:
             if rotate is None:
                 raise RuntimeError("its file has no apply_rotary_pos_emb")
             rotated: Tensor = rotate(heads, heads[:, :1], *angles)[0]
         except RuntimeError as error:  # for instance if only a part of each head is rotated
-            how = f"it is not known how {path} ({type(module).__name__}) rotates its heads ({error})"
+            how = f"it is not known how {self.path} ({self.kind.__name__}) rotates its heads ({error})"
             raise ConfigError(f"overlap_qkv: {how}: leave overlap_qkv out ({self.where})") from None
         return rotated.transpose(1, 2)
+
+    def land(self, *qkv: Tensor) -> tuple[Tensor, ...] | None:
+        """Return q, k and v of some heads and all positions, padding included: [b, n/sp, s, d]; None: not exchanged.
+
+        Raises ConfigError if the module has done something else to its own ``qkv``.
+        """
+        if (trace := self._end_trace()) is not None:
+            trace.require(*qkv)
+            self.is_verified = True
+        if self.only_looks:
+            return None
+        flights, self.flights = self.flights, {}
+        if len(flights) != 3:
+            what = f"{', '.join(flights) or 'nothing'} of q, k, v on its way"
+            raise RuntimeError(f"{self.kind.__name__} reached its attention with {what}")
+        landed = (flight.land(token) for flight, token in (flights[part] for part in "qkv"))
+        return tuple(rearrange(x, "ranks b s m d -> b m (ranks s) d") for x in landed)
+
+
+def early_exchanges(
+    model: nn.Module, group: Group, where: str, only_looks: bool
+) -> WeakKeyDictionary[nn.Module, EarlyExchange]:
+    """Let the attention modules of a model exchange early. Raises ConfigError: none of them can."""
+    early: WeakKeyDictionary[nn.Module, EarlyExchange] = WeakKeyDictionary()
+    for path, module in model.named_modules():
+        for names in _PROJECTIONS:
+            if all(isinstance(getattr(module, name, None), nn.Module) for name in names):
+                early[module] = EarlyExchange(path, module, names, group, where, only_looks)
+                break
+    if not early:
+        either = " / ".join(_PROJECTIONS[0]), " / ".join(_PROJECTIONS[1])
+        has = f"has no separate projections of q, k and v ({', or '.join(either)})"
+        nothing = "so there is nothing to exchange early: leave overlap_qkv out"
+        raise ConfigError(f"overlap_qkv: {type(model).__name__} {has}, {nothing} ({where})")
+    return early

@@ -127,7 +127,7 @@ class Ulysses:
         self.cut: Cut | None = None  # of the current pass, or of the last one
         self._attentions = 0  # calls of attention in this pass
         self._packed: Tensor | None = None  # numbers of the documents, if several are packed into a sequence
-        self._early: hf_attention.EarlyExchanges | None = None
+        self._early: Mapping[nn.Module, hf_attention.EarlyExchange] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._hugging_face = hf_attention.is_hugging_face(model)
         self.inputs = tuple(args.get("inputs") or ())
@@ -173,8 +173,7 @@ class Ulysses:
             )
         hf_attention.take_over(self.model, self)
         if early:
-            only_looks = bool(args.get("only_looks"))
-            self._early = hf_attention.EarlyExchanges(self.model, self.group, where, only_looks=only_looks)
+            self._early = hf_attention.early_exchanges(self.model, self.group, where, bool(args.get("only_looks")))
 
     def _wrap_core(self, path: str, args: Mapping[str, Any]) -> None:
         module, layout, queries = self.model.get_submodule(path), args.get("layout", "bshd"), 0
@@ -213,11 +212,10 @@ class Ulysses:
         if self.context is None and isinstance(mask, Tensor) and mask.shape[-1] != cut.length:
             what = f"was given a mask {list(mask.shape)} for {cut.length} positions"
             raise ConfigError(f"{name} {what}: give the model a mask of whole sequences ({self.where})")
-        heads, early = Heads(self.group, 2, 1, name), self._early
-        if early is not None:
-            early.require_same(module, q, k, v)
-        if early is not None and early.handles(module):
-            q, k, v = (heads.real(x, cut) for x in early.land(module))
+        heads, early = Heads(self.group, 2, 1, name), self._early.get(module)
+        landed = None if early is None else early.land(q, k, v)
+        if landed is not None:
+            q, k, v = (heads.real(x, cut) for x in landed)
         else:
             k, v = (heads.spread(x, q.shape[1]) for x in (k, v))
             q, k, v = (heads.enter(x, cut) for x in (q, k, v))
@@ -421,7 +419,13 @@ class Ulysses:
         what = "input_ids" if "input_ids" in given else "inputs_embeds"
         cut = self._begin(first.shape[1], what, mask, first.shape[0])
         if positions is None:
-            given["position_ids"] = hf_attention.global_positions(model, first, mask)
+            given["position_ids"] = torch.arange(first.shape[1], device=first.device)[None]
+            # RoBERTa counts from its padding index on, OPT by its mask
+            counter: Any = next((m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
+            if counter is not None and first.ndim == 2:
+                given["position_ids"] = counter.create_position_ids_from_input_ids(first, counter.padding_idx)
+            elif getattr(config, "model_type", "") == "opt" and isinstance(mask, Tensor) and mask.ndim == 2:
+                given["position_ids"] = mask.long().cumsum(1) * mask.long() - 1
         if cut.padded != cut.length or positions is not None or self.context is not None:
             # else a jump in the positions is taken for a new document; all ones cost no mask
             given.setdefault("attention_mask", torch.ones(first.shape[:2], dtype=torch.long, device=first.device))

@@ -18,7 +18,7 @@ from megatron_sp.schedule.presets.families import base_of, families, share_key_v
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError
 
-# what each style writes: see ``_Plan``; "" nothing
+# what the style of a module writes: see ``_write``; "" nothing
 _MODULES = {
     "colwise": "column", "colwise_gather_output": "gathered", "colwise_rep": "gathered", "packed_colwise": "packed",
     "rowwise": "row", "rowwise_split_input": "cut and row", "rowwise_rep": "cut and row",
@@ -26,7 +26,7 @@ _MODULES = {
     "embedding_colwise": "gathered table", "replicated_with_grad_allreduce": "summed", "mla_kv_a_proj": "latent",
     "moe_tp_experts": "experts", "replicate": "", "local_params": "",
 }  # fmt: skip
-# dim of a parameter that is split, and the parts along it
+# the style of a parameter: the dim that is split, and the parts along it
 _TENSORS: dict[str, tuple[int, int | None] | None] = {
     "colwise": (-2, None), "packed_colwise": (-2, 2), "rowwise": (-1, None), "packed_rowwise": (-1, 2),
     "replicated_with_grad_allreduce": None, "replicate": None,
@@ -43,7 +43,7 @@ def from_hf_plan(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
         nothing = "nor is there a preset: write its lines with schedule(model, mesh)"
         way = "take presets.auto(model), which knows it" if has_preset else nothing
         raise ConfigError(f"transformers has no tensor parallel plan for {cls}: {way}")
-    modules, tensors = {}, {}
+    modules, tensors = dict[str, str](), dict[str, str]()
     for path, style in plan.items():
         owner, _, name = path.rpartition(".")
         if _matches(model, path):
@@ -60,16 +60,16 @@ def from_hf_plan(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
             f"the plan of {cls} has {styles}, which is not known here, only {', '.join(_MODULES)}: write the lines with"
             " schedule(model, mesh) instead, and leave whole what is not clear"
         )
-    writer = _Plan(s, modules)
     for path, style in modules.items():
-        writer.write(path, _MODULES[style])
+        latent = f"{path.rpartition('.')[0]}.kv_a_proj_with_mqa" if path.endswith(".kv_b_proj") else ""
+        _write(s, path, _MODULES[style], is_prepared=modules.get(latent) == "mla_kv_a_proj")
     for path, style in tensors.items():
         owner, _, name = path.rpartition(".")
         if style == "replicated_with_grad_allreduce":
             s[owner].sum_gradients(name)
         elif (cut := _TENSORS[style]) is not None:
-            writer.split(owner, name, *cut)
-    writer.finish()
+            _split(s, owner, name, *cut)
+    _write_omitted(s, modules)
     return s
 
 
@@ -80,109 +80,99 @@ def _matches(model: nn.Module, glob: str) -> list[str]:
         return []
 
 
-class _Plan:
-    """Schedule that is being written from a plan."""
+def _near(s: Schedule, glob: str, name: str) -> str | None:
+    # the glob of a module beside another one
+    path = f"{glob.rpartition('.')[0]}.{name}"
+    return path if _matches(s.model, path) else None
 
-    def __init__(self, s: Schedule, modules: dict[str, str]) -> None:
-        self.s, self.modules = s, modules  # glob of modules -> style
 
-    def write(self, path: str, what: str) -> None:
-        """Write the lines of the modules that a glob matches."""
-        lines, model = self.s[path], self.s.model
-        if what == "column":
-            latent = f"{path.rpartition('.')[0]}.kv_a_proj_with_mqa" if path.endswith(".kv_b_proj") else ""
-            prepared = self.modules.get(latent) == "mla_kv_a_proj"
-            lines.column(input="prepared" if prepared else "copy", **self.heads(path))
-        elif what == "packed":
-            lines.column(blocks=2)
-        elif what == "row":
-            lines.row()
-        elif what == "cut and row":
-            lines.sync("fwd_pre", "scatter", axis=-1).row()
-        elif what == "vocabulary":
-            lines.vocab_parallel()
-        elif what == "gathered":
-            head = model.get_output_embeddings()  # type: ignore[operator]
-            if any(model.get_submodule(match) is head for match in lines):
-                lines.vocab_parallel()  # need not be a multiple, and may be tied
-            else:
-                lines.column(gather=True)
-        elif what == "gathered table":
+def _write(s: Schedule, path: str, what: str, is_prepared: bool) -> None:
+    lines, model = s[path], s.model
+    if what == "column":
+        lines.column(input="prepared" if is_prepared else "copy", **_heads(s, path))
+    elif what == "packed":
+        lines.column(blocks=2)
+    elif what == "row":
+        lines.row()
+    elif what == "cut and row":
+        lines.sync("fwd_pre", "scatter", axis=-1).row()
+    elif what == "vocabulary":
+        lines.vocab_parallel()
+    elif what == "gathered":
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if any(model.get_submodule(match) is head for match in lines):
+            lines.vocab_parallel()  # need not be a multiple, and may be tied
+        else:
             lines.column(gather=True)
-        elif what == "summed":
-            lines.sum_gradients()
-        elif what == "latent":
-            # each rank norms and expands DeepSeek's latent projection to heads; the rest of it are shared keys
-            lines.sync("fwd_post", "copy")
-            if (norm := self.near(path, "kv_a_layernorm")) is not None:
-                self.s[norm].sum_gradients()
-        elif what == "experts":
-            module = model.get_submodule(lines.paths[0])
-            for name, flag in (("a bias", "has_bias"), ("a norm", "has_post_expert_norm")):
-                if getattr(module, flag, False):  # which every rank would add
-                    raise ConfigError(
-                        f"{path} ({type(module).__name__}) has {name} after the product of each expert, whose sum over"
-                        " the ranks comes later: leave the experts whole, with lines of schedule(model, mesh) for"
-                        " everything else"
-                    )
-            names = parameter_names(module)
-            lines.sync("fwd_pre", "copy", arg=names[0] if names else 0)
-            if len(names) > 2:
-                lines.sync("fwd_pre", "copy", arg=names[2])  # hidden_states, top_k_index, top_k_weights
-            lines.sync("fwd_post", "all_reduce")
+    elif what == "gathered table":
+        lines.column(gather=True)
+    elif what == "summed":
+        lines.sum_gradients()
+    elif what == "latent":
+        # each rank norms and expands DeepSeek's latent projection to heads; the rest of it are shared keys
+        lines.sync("fwd_post", "copy")
+        if (norm := _near(s, path, "kv_a_layernorm")) is not None:
+            s[norm].sum_gradients()
+    elif what == "experts":
+        module = model.get_submodule(lines.paths[0])
+        for name, flag in (("a bias", "has_bias"), ("a norm", "has_post_expert_norm")):
+            if getattr(module, flag, False):  # which every rank would add
+                raise ConfigError(
+                    f"{path} ({type(module).__name__}) has {name} after the product of each expert, whose sum over the"
+                    " ranks comes later: leave the experts whole, with lines of schedule(model, mesh) for everything"
+                    " else"
+                )
+        names = parameter_names(module)
+        lines.sync("fwd_pre", "copy", arg=names[0] if names else 0)
+        if len(names) > 2:
+            lines.sync("fwd_pre", "copy", arg=names[2])  # hidden_states, top_k_index, top_k_weights
+        lines.sync("fwd_post", "all_reduce")
 
-    def split(self, owner: str, name: str, axis: int, blocks: int | None) -> None:
-        """Write the lines of one parameter of the modules that a glob matches."""
-        for path in self.s[owner]:
-            module = self.s.model.get_submodule(path)
-            parameter = module._parameters.get(name)
-            if parameter is not None:
-                by_pairs = not getattr(module, "is_concatenated", True)  # gate and up of one feature lie side by side
-                dim = axis % parameter.ndim if parameter.ndim > 1 else 0
-                self.s[path].shard(name, dim, blocks=None if by_pairs else blocks)
 
-    def near(self, glob: str, name: str) -> str | None:
-        """Return the glob of a module beside another one, or None."""
-        path = f"{glob.rpartition('.')[0]}.{name}"
-        return path if _matches(self.s.model, path) else None
+def _split(s: Schedule, owner: str, name: str, axis: int, blocks: int | None) -> None:
+    for path in s[owner]:
+        module = s.model.get_submodule(path)
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            by_pairs = not getattr(module, "is_concatenated", True)  # gate and up of one feature lie side by side
+            dim = axis % parameter.ndim if parameter.ndim > 1 else 0
+            s[path].shard(name, dim, blocks=None if by_pairs else blocks)
 
-    def heads(self, path: str) -> dict[str, Any]:
-        """Return the arguments that describe the heads in a layer's output, if it has any."""
-        around, _, last = path.rpartition(".")
-        counts: dict[str, Any] = {}
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            # configurations that differ from layer to layer raise an error of their own
-            with suppress(Exception):
-                counts[name] = getattr(self.s.model.config, name, None)
-        heads = counts.get("num_attention_heads")
-        key_values: Any = counts.get("num_key_value_heads") or heads
-        if heads is None or last not in ("q_proj", "k_proj", "v_proj", "query_key_value"):
-            return {}
-        if last == "query_key_value":
-            return {"heads": heads, "blocks": 1}  # q, k and v of one head after another
-        if last == "k_proj":
-            share_key_values(self.s, around, heads, key_values)
-        return {"heads": heads} if last == "q_proj" else {"heads": key_values, "replicas": True}
 
-    def finish(self) -> None:
-        """Add lines for what plans omit: norms with a weight per head, learnable activations, tied layers."""
-        s = self.s
-        for path, style in self.modules.items():
-            name = path.rpartition(".")[2]
-            if style == "colwise" and name in ("q_proj", "k_proj"):
-                norm = self.near(path, f"{name[0]}_norm")
-                if norm is None or norm in self.modules:
-                    continue
-                weight = getattr(s.model.get_submodule(s[norm].paths[0]), "weight", None)
-                if weight is not None and weight.ndim == 2:
-                    s[norm].shard("weight", 0, **{k: v for k, v in self.heads(path).items() if k != "blocks"})
-            activation = self.near(path, "act_fn") if style == "colwise" and name == "up_proj" else None
-            if activation is not None and s.model.get_submodule(s[activation].paths[0])._parameters:
-                s[activation].sum_gradients()
-        # a plan may name only one of two tied vocabulary layers
-        vocabularies = [s[d.on] for d in s.directives if d.do == "vocab_parallel"]
-        split = {path: s.model.get_submodule(path) for selection in vocabularies for path in selection}
-        weights = {id(module.weight) for module in split.values()}
-        for path, module in s.model.named_modules():
-            if path not in split and isinstance(module, (nn.Embedding, nn.Linear)) and id(module.weight) in weights:
-                s[path].vocab_parallel()
+def _heads(s: Schedule, path: str) -> dict[str, Any]:
+    # the arguments that describe the heads in a layer's output, if it has any
+    around, _, last = path.rpartition(".")
+    counts: dict[str, Any] = {}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        # configurations that differ from layer to layer raise an error of their own
+        with suppress(Exception):
+            counts[name] = getattr(s.model.config, name, None)
+    heads = counts.get("num_attention_heads")
+    key_values: Any = counts.get("num_key_value_heads") or heads
+    if heads is None or last not in ("q_proj", "k_proj", "v_proj", "query_key_value"):
+        return {}
+    if last == "query_key_value":
+        return {"heads": heads, "blocks": 1}  # q, k and v of one head after another
+    if last == "k_proj":
+        share_key_values(s, around, heads, key_values)
+    return {"heads": heads} if last == "q_proj" else {"heads": key_values, "replicas": True}
+
+
+def _write_omitted(s: Schedule, modules: dict[str, str]) -> None:
+    # what plans omit: norms with a weight per head, learnable activations, tied layers
+    for path in (path for path, style in modules.items() if style == "colwise"):
+        name = path.rpartition(".")[2]
+        norm = _near(s, path, f"{name[0]}_norm") if name in ("q_proj", "k_proj") else None
+        if norm is not None and norm not in modules:
+            weight = getattr(s.model.get_submodule(s[norm].paths[0]), "weight", None)
+            if weight is not None and weight.ndim == 2:
+                s[norm].shard("weight", 0, **{k: v for k, v in _heads(s, path).items() if k != "blocks"})
+        activation = _near(s, path, "act_fn") if name == "up_proj" else None
+        if activation is not None and s.model.get_submodule(s[activation].paths[0])._parameters:
+            s[activation].sum_gradients()
+    # a plan may name only one of two tied vocabulary layers
+    split = {path for d in s.directives if d.do == "vocab_parallel" for path in s[d.on]}
+    weights = {id(s.model.get_submodule(path).weight) for path in split}
+    for path, module in s.model.named_modules():
+        if path not in split and isinstance(module, (nn.Embedding, nn.Linear)) and id(module.weight) in weights:
+            s[path].vocab_parallel()

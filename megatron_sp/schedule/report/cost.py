@@ -9,6 +9,7 @@ reduce_scatter from w bytes, (n-1)/n w.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 from megatron_sp.comm.groups import unchecked
 from megatron_sp.comm.nobody import count_collectives
 from megatron_sp.schedule.apply.apply import Applied, apply, without_weights, without_weights_in
-from megatron_sp.schedule.apply.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.core.directives import AXES, Mesh, expand
 from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.schedule.verify.verify import default_loss
@@ -41,6 +41,9 @@ _WORDS = {
     "reduce_scatter_to": "parts summed, and cut",
     "all_to_all": "positions and heads exchanged", "own_exchange": "a function of the schedule's writer",
 }  # fmt: skip
+
+
+_EXPERTS = ("is_transposed", "has_gate", "has_bias", "_apply_gate", "down_proj")  # attributes of mixtures
 
 
 @dataclass
@@ -158,9 +161,19 @@ class _Step(TorchFunctionMode):
                     undo.callback(module.register_forward_pre_hook(self._save_keywords, with_kwargs=True).remove)
                 # a recomputation ends early, by an exception
                 undo.callback(module.register_forward_hook(leave, always_call=True).remove)
-            _use_one_expert(self.model)
+            for module in self.model.modules():  # transformers' mixtures: who gets which rows depends on values
+                if all(hasattr(module, name) for name in _EXPERTS):
+                    module.forward = MethodType(_first_expert, module)  # type: ignore[method-assign]
             undo.enter_context(self)
-            undo.enter_context(one_sequence_a_row())
+            # what transformers reads from the values of whole rows: packed sequences and padding
+            masking, models = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
+            for holder, name in (
+                (masking, "find_packed_sequence_indices"),
+                (getattr(models, "PreTrainedModel", None), "warn_if_padding_and_no_attention_mask"),
+            ):
+                if hasattr(holder, name):
+                    undo.callback(setattr, holder, name, getattr(holder, name))
+                    setattr(holder, name, lambda *_, **__: None)
             count_collectives(undo, "gloo", self._count)
             try:
                 with saved_tensors_hooks(self._save, lambda t: t):
@@ -246,15 +259,8 @@ class _Step(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _use_one_expert(model: nn.Module) -> None:
-    # send all rows to the first expert of transformers' mixtures: who gets which depends on values, and costs the same
-    for module in model.modules():
-        if all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "_apply_gate", "down_proj")):
-            module.forward = MethodType(_first_expert, module)  # type: ignore[method-assign]
-
-
 def _first_expert(self: Any, x: Tensor, indices: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    # [tokens, h] -> [tokens, h]
+    # all rows go to the first expert, which costs the same: [tokens, h] -> [tokens, h]
 
     def product(x: Tensor, name: str) -> Tensor:
         weight = getattr(self, name)[0]

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def show(seen: Survey, *, every: bool = False) -> str:
     """Return the tree as text; with ``every``, also modules that no line affects."""
     share = f" ({100 * seen.local / seen.whole:.0f} %)" if seen.whole else ""
+    num_lines = f"{len(seen.directives):,} line{'' if len(seen.directives) == 1 else 's'}"
     parameters = f"{seen.local:,} of {seen.whole:,} parameters on a rank{share}"
-    lines = [f"{seen.root.kind} over {seen.mesh}: {_num_lines(seen)}, {parameters}", ""]
+    lines = [f"{seen.root.kind} over {seen.mesh}: {num_lines}, {parameters}", ""]
     rows: list[tuple[str, str, str, str]] = []  # name, class, role, one fact; only a module's first row has its name
 
     def add(node: Node, depth: int) -> None:
@@ -48,11 +49,6 @@ def show(seen: Survey, *, every: bool = False) -> str:
     if seen.problem:
         lines += ["", f"apply() refuses it: {seen.problem}"]
     return "\n".join(lines)
-
-
-def _num_lines(seen: Survey) -> str:
-    count = len(seen.directives)
-    return f"{count:,} line{'' if count == 1 else 's'}"
 
 
 def _is_quiet(node: Node) -> bool:
@@ -109,16 +105,11 @@ def as_record(seen: Survey, path: str | None = None) -> dict[str, Any]:
 
     def record(node: Node) -> dict[str, Any]:
         edges = [
-            {"side": e.side, "tensor": e.tensor, "forward": e.forward, "backward": e.backward, "axis": e.axis,
-             "dim": e.dim,
-             "why": e.why, "line": str(e.directive), "where": e.directive.where}
+            {key: value for key, value in vars(e).items() if key != "directive"}
+            | {"line": str(e.directive), "where": e.directive.where}
             for e in node.edges
-        ]  # fmt: skip
-        parts = [
-            {"name": p.name, "shape": list(p.shape), "local": list(p.local), "dim": p.dim,
-             "runs": [list(r) for r in p.runs], "summed": p.summed, "tied": p.tied or None}
-            for p in node.parts
-        ]  # fmt: skip
+        ]
+        parts = [{**vars(p), "tied": p.tied or None} for p in node.parts]
         return {
             "path": node.path, "class": node.kind, "role": node.role, "parameters": parts, "collectives": edges,
             "notes": node.notes, "modules": [record(child) for child in node.children],
@@ -193,6 +184,7 @@ def write_picture(seen: Survey, path: str | Path) -> None:
 
 def page(seen: Survey) -> str:
     """Return the page as HTML."""
+    num_lines = f"{len(seen.directives):,} line{'' if len(seen.directives) == 1 else 's'}"
     title = f"{seen.root.kind} over {seen.mesh}"
     share = f"{seen.local:,} of {seen.whole:,} parameters on rank {seen.rank} of tp {seen.size}"
     legend = [tag("span", tag("i", style=f"background:var(--{key})"), words) for key, words in _LEGEND]
@@ -200,7 +192,7 @@ def page(seen: Survey) -> str:
     tops = [root] if root.parts or root.edges or root.notes else [c for c in root.children if not _is_quiet(c)]
     body = [
         tag("h1", title),
-        tag("p", f"{_num_lines(seen)}; {share}", class_="lead"),
+        tag("p", f"{num_lines}; {share}", class_="lead"),
         tag("p", f"apply() refuses it: {seen.problem}", class_="bad") if seen.problem else None,
         tag("p", legend, class_="legend"),
         [_module(node, seen) for node in tops],

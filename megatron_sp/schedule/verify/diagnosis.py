@@ -1,9 +1,8 @@
 """Diagnosis of a split model that is not equal to the whole one: the first module that differs, and the missing sum.
 
-Both models run once more, and every tensor that enters or leaves a module is kept, with its gradient. Each of the split
-model's is compared with the whole model's: it may be the same, a share, a partial sum over some ranks, or a multiple. A
-partial sum is what the lines may want, until something is computed from it that is none of these: then the sum before
-that point is missing. Forward this finds results, and in the order of the backward pass gradients.
+Both models run once more, and each tensor that enters or leaves a module, or its gradient, is compared: it may be the
+same, a share, a partial sum over some ranks, or a multiple. Lines may want a partial sum, until something that is none
+of these is computed from it: then the sum before that point is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +36,10 @@ class Edge:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Name of the edge, the same in both models."""
         return self.path, self.side, self.name
 
     @property
     def place(self) -> str:
-        """Its module, in words."""
         return self.path or "the model"
 
 
@@ -85,16 +82,12 @@ class Trace:
             for handle in handles:
                 handle.remove()
 
-    def backward(self, scale: float = 1.0) -> list[Edge]:
-        """Return the edges with their gradients as values, in the order of the backward pass."""
+    def backward(self, scale: float = 1.0) -> list[Edge]:  # the edges with gradients as values, in their order
         places = [i for i in reversed(range(len(self.edges))) if i in self.gradients]
         return [replace(self.edges[i], value=self.gradients[i] * scale) for i in places]
 
 
-@dataclass(frozen=True)
-class _Relation:
-    """Relation of a tensor of the split model to that of the whole one."""
-
+class _Relation(NamedTuple):  # of a tensor of the split model to that of the whole one
     # same, share (of it), partial (sum over the ranks of ``axis``), multiple (``factor`` times it), bias (added by each
     # rank), cut (a share with other elements), other
     kind: str
@@ -106,7 +99,7 @@ _Sums = list[tuple[Edge, _Relation]]
 
 
 class Diagnosis:
-    """Diagnosis on one mesh, collective unless a method says otherwise; ``tolerance``: error that rounding explains."""
+    """Diagnosis on one mesh, collective but for ``explain_failure``; ``tolerance``: error that rounding explains."""
 
     def __init__(self, whole: nn.Module, applied: Applied, lines: Sequence[Directive], tolerance: float) -> None:
         self.whole, self.applied, self.lines, self.tolerance = whole, applied, lines, tolerance
@@ -227,8 +220,15 @@ class Diagnosis:
             tensor = f"the gradient of {tensor}" if what == "gradient" else tensor
             times, near = _times(relation.factor), []
             for line in self.lines:
-                if _makes_sums(line, what) and self._is_near(line, edge.path):
-                    op = line.args.get("op", "")
+                op, is_back = line.args.get("op", ""), line.args.get("mode") == "bwd_post"
+                if line.do == "sync":
+                    on_gradients = is_back or op in ("copy", "all_gather")
+                    on_outputs = op in ("all_reduce", "reduce_scatter") and not is_back
+                    makes_sums = callable(op) or (on_gradients if what == "gradient" else on_outputs)
+                else:
+                    by_column = line.do == "column" and line.args.get("input", "copy") == "copy"
+                    makes_sums = line.do == "vocab_parallel" or (by_column if what == "gradient" else line.do == "row")
+                if makes_sums and self._is_near(line, edge.path):
                     op = op if isinstance(op, str) else getattr(op, "__name__", "function")
                     near.append(f"{line.do} {op}".strip() + f" at {line.where}")
             of_lines = f" of {', '.join(dict.fromkeys(near))}" if near else ""
@@ -347,7 +347,7 @@ class Diagnosis:
         return f"{name}: its gradient differs, and that of what is computed with it does not: {why}"
 
     def explain_failure(self, path: str, whole: Trace, split: Trace) -> str:
-        """Return why a module fails in the split model only. Local: other ranks may have failed elsewhere."""
+        # why a module fails in the split model only; local, for other ranks may have failed elsewhere
         expected = {e.key: list(e.value.shape) for e in whole.edges}
         inside = [e for e in split.edges if e.key in expected and _contains(path, e.path)]
         entered = [e for e in inside if (e.path, e.side) == (path, "input")]
@@ -390,23 +390,6 @@ class Diagnosis:
 
 def _contains(path: str, other: str) -> bool:
     return path in ("", other) or other.startswith(f"{path}.")
-
-
-def _makes_sums(line: Directive, what: str) -> bool:
-    # whether a line makes a sum of outputs, or of gradients
-    is_gradient, args = what == "gradient", line.args
-    if line.do == "sync":
-        op, is_back = args["op"], args["mode"] == "bwd_post"
-        if callable(op):
-            return True
-        return (
-            is_back or op in ("copy", "all_gather")
-            if is_gradient
-            else op in ("all_reduce", "reduce_scatter") and not is_back
-        )
-    if is_gradient:
-        return (line.do == "column" and args.get("input", "copy") == "copy") or line.do == "vocab_parallel"
-    return line.do in ("row", "vocab_parallel")
 
 
 def _times(factor: float) -> str:

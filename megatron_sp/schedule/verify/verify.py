@@ -1,8 +1,7 @@
 """Comparison of the split model with the whole one in fp64: outputs, loss and every parameter's gradient.
 
-Both are copies, and run on the user's own batch; the schedule's own model does not change. The error is
-max|a - b| / (max|b| + 1e-3 * rms of all gradients), as elsewhere in this project. Forward results alone, which are all
-that Slapo's verifier compares, prove little: a schedule that lacks the sum of an input's gradient passes such a test.
+Both are copies, and run on the user's own batch. The error is max|a - b| / (max|b| + 1e-3 * rms of all gradients).
+Forward results alone prove little: a schedule that lacks the sum of an input's gradient passes such a test.
 """
 
 from __future__ import annotations
@@ -63,13 +62,9 @@ class Verdict:
     rows: list[Comparison] = field(default_factory=list)  # all comparisons, the worst first
     tolerance: float = 1e-10
     first: str | None = None  # the first module whose result differs
-    without_dropout: bool = (
-        False  # the model has dropout, which was off in both passes, as shares draw different numbers
-    )
+    without_dropout: bool = False  # the model has dropout, which was off in both passes: shares draw other numbers
     why: str = ""  # what is wrong where, and what to write instead; "" if all agree, or it is not known
-    adjoints: dict[int, str] = field(
-        default_factory=dict
-    )  # measured ones of open all_gathers, by the index of the line
+    adjoints: dict[int, str] = field(default_factory=dict)  # measured ones of open all_gathers, by index of the line
 
     @property
     def ok(self) -> bool:
@@ -86,13 +81,8 @@ class Verdict:
         return "\n".join([head, *(f"  {row}" for row in wrong[:12]), *([self.why] if self.why else [])])
 
 
-@dataclass
-class _Pass:
-    """Results of a forward and backward pass."""
-
-    outputs: dict[str, Tensor]
-    loss: Tensor
-    inputs: dict[str, Tensor]  # gradients of those that require one
+# outputs and loss of a forward pass, and the gradients of the inputs that require one
+_Pass = tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]
 
 
 def verify(
@@ -103,7 +93,6 @@ def verify(
 
     Args:
         batch: keyword arguments of the model; floating-point tensors are converted to ``dtype``.
-        loss: function of the model's result (default: ``default_loss``).
         whole: model to compare with, if not ``model`` itself; only parameters that both have are compared.
     Raises:
         ConfigError: ``apply`` rejects the lines.
@@ -113,9 +102,7 @@ def verify(
     loss, is_same_model = loss or default_loss, whole is None
     whole, split = (deterministic_copy(each, dtype) for each in (model if whole is None else whole, model))
     lines, adjoints = measuring(directives)
-    for i, line in enumerate(
-        lines
-    ):  # modules that lines bring would be split here, and again when the schedule is applied
+    for i, line in enumerate(lines):  # modules that they bring would be split here, and again by apply()
         if isinstance(new := line.args.get("new"), nn.Module):
             lines[i] = replace(line, args={**line.args, "new": deterministic_copy(new, dtype)})
     applied = apply(split, lines, mesh, seq_dim, rules=False)
@@ -127,27 +114,27 @@ def verify(
     run_whole = partial(_run, whole, batch, loss)
     run_split = partial(_run, split, batch, loss, applied.complete, mesh.dp.size())
     with Float64Mode() if dtype is torch.float64 else nullcontext(), WithoutDropout():
-        expected = run_whole()
+        expected, expected_loss, expected_grads = run_whole()
         try:
-            split_pass = run_split()
+            outputs, split_loss, input_grads = run_split()
         except (ReportedError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise _explained_failure(error, diagnosis, run_whole, run_split) from error
         applied.finish_backward()
-        for grad in split_pass.inputs.values():  # each rank has the gradients of its positions or its part
+        for grad in input_grads.values():  # each rank has the gradients of its positions or its part
             for group in mesh.replicas:
                 all_reduce(grad, group)
-        for name, tensor in expected.outputs.items():
-            local, shapes = split_pass.outputs.get(name), ""
+        for name, tensor in expected.items():
+            local, shapes = outputs.get(name), ""
             if local is None:
                 shapes = "missing"
             elif local.shape != tensor.shape:
                 shapes = f"{list(local.shape)} on this rank, {list(tensor.shape)} in the whole model"
             verdict.rows.append(Comparison(name, "output", _worst(local, tensor, 0.0, mesh), shapes))
-        verdict.rows.append(Comparison("loss", "loss", _worst(split_pass.loss, expected.loss, 0.0, mesh)))
-        for name, grad in expected.inputs.items():
-            verdict.rows.append(Comparison(name, "input gradient", _worst(split_pass.inputs[name], grad, 0.0, mesh)))
+        verdict.rows.append(Comparison("loss", "loss", _worst(split_loss, expected_loss, 0.0, mesh)))
+        for name, grad in expected_grads.items():
+            verdict.rows.append(Comparison(name, "input gradient", _worst(input_grads[name], grad, 0.0, mesh)))
         verdict.rows += _compare_gradients(whole, applied, mesh, is_same_model)
         verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
         verdict.adjoints = {i: adjoint.decided(directives[i]) for i, adjoint in adjoints.items()}
@@ -158,7 +145,7 @@ def verify(
 
 
 def default_loss(result: Any) -> Tensor:
-    """Return the loss of a model's result: its own, or a weighted sum of all its elements."""
+    """Return a model's own loss, or a weighted sum of all elements of its result."""
     own = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     if isinstance(own, Tensor):
         return own
@@ -185,7 +172,7 @@ def _run(
     torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value) / parts)
     outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}
     gradients = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in needing.items()}
-    return _Pass(outputs, value.detach(), gradients)
+    return outputs, value.detach(), gradients
 
 
 def _compare_gradients(whole: nn.Module, applied: Applied, mesh: Mesh, is_same_model: bool) -> list[Comparison]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import html
+import json
 import re
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def test_a_picture_escapes_everything() -> None:
 
 
 def test_a_record_is_json() -> None:
-    record = as_record(survey(toy()))
+    record = json.loads(json.dumps(as_record(survey(toy()))))
     assert record["tp"] == 2 and record["model"]["modules"][0]["parameters"][0]["local"] == [5, 6]
     assert record["lines"][0]["line"] == "blocks.*.up: column(input='copy')"
 
