@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.core_toys import Toy
-from support.preset_models import SIZES, B, V, make, plain, transformers
+from support.preset_models import SIZES, B, V, make, transformers
 from support.ranks import run_ranks
 from support.sent_bytes import Wire
-from test_schedule_ulysses import hf_batch, refuse
+from test_schedule_ulysses import EARLY, SP, Case, check, check_positions_and_windows, check_regions, hf_batch, refuse, run_cases
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -22,99 +22,53 @@ from megatron_sp.schedule import Mesh, Schedule, presets, schedule
 from megatron_sp.schedule.apply.context import Context
 from megatron_sp.utils.errors import ConfigError
 
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
 
 def mesh(tp: int = 1, sp: int = 1) -> Mesh:
     """All other ranks are cp's."""
     return Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp, cp_size=dist.get_world_size() // (tp * sp)))
 
 
-def check(cases: list[tuple[str, str, int, int, bool, int, bool, dict[str, Any]]]) -> None:
-    for name, kind, tp, sp, seq, length, padding, options in cases:
-        s = plain(name, mesh(tp, sp), seq=seq, attn_implementation=kind)
-        if sp > 1:
-            s.ulysses(overlap_qkv=name == "llama")
-        s.context(**options)
-        try:
-            s.verify(hf_batch(length, padding))
-        except Exception as error:
-            raise AssertionError(f"{(name, kind, tp, sp, seq, length, padding, options)}: {error}") from error
+def cp(**options: Any) -> dict[str, dict[str, Any]]:
+    return {"context": options}
 
 
-TWO: list[Any] = [
-    # model, attention, tp, sp, tp_seq, length, padding mask, options
-    ("llama", "sdpa", 1, 1, False, 8, True, {}),
-    ("llama", "eager", 1, 1, False, 7, False, {"chunks": 1}),
-    ("llama", "sdpa", 1, 1, False, 2, False, {"chunks": 3, "keep_kv": True}),
-    ("bert", "eager", 1, 1, False, 7, True, {"stages_ahead": 2}),
-    ("bert", "sdpa", 1, 1, False, 5, False, {"chunks": 1}),
-    ("gpt2", "sdpa", 1, 1, False, 8, False, {}),
-    ("gpt2", "eager", 1, 1, False, 7, True, {}),
-]
-FOUR: list[Any] = [
-    ("llama", "sdpa", 1, 2, False, 10, True, {}),
-    ("llama", "sdpa", 2, 1, True, 7, True, {}),
-    ("llama", "sdpa", 1, 1, False, 10, True, {}),
-    ("bert", "sdpa", 1, 2, False, 7, True, {"keep_kv": True}),
-    ("bert", "eager", 2, 1, True, 7, True, {}),
-    ("gpt2", "sdpa", 2, 1, False, 7, True, {"chunks": 1}),
-]
+TWO: list[Case] = [  # model, attention, tp, cp, tp_seq, length, padding mask, options of each line
+    ("llama", "sdpa", 1, 2, False, 8, True, cp()), ("llama", "eager", 1, 2, False, 7, False, cp(chunks=1)),
+    ("llama", "sdpa", 1, 2, False, 2, False, cp(chunks=3, keep_kv=True)), ("bert", "eager", 1, 2, False, 7, True, cp(stages_ahead=2)),
+    ("bert", "sdpa", 1, 2, False, 5, False, cp(chunks=1)), ("gpt2", "sdpa", 1, 2, False, 8, False, cp()),
+    ("gpt2", "eager", 1, 2, False, 7, True, cp()),
+]  # fmt: skip
+FOUR: list[Case] = [
+    ("llama", "sdpa", 1, 2, False, 10, True, EARLY | cp()), ("llama", "sdpa", 2, 2, True, 7, True, cp()),
+    ("llama", "sdpa", 1, 4, False, 10, True, cp()), ("bert", "sdpa", 1, 2, False, 7, True, SP | cp(keep_kv=True)),
+    ("bert", "eager", 2, 2, True, 7, True, cp()), ("gpt2", "sdpa", 2, 2, False, 7, True, cp(chunks=1)),
+]  # fmt: skip
+EIGHT: list[Case] = [("llama", "sdpa", 2, 2, True, 13, True, EARLY | cp()), ("bert", "sdpa", 2, 2, True, 9, True, SP | cp())]
 
 
 def test_around_ulysses_and_with_tensor_parallelism(tmp_path: Path) -> None:
-    run_ranks(check, 4, tmp_path, FOUR)
+    run_cases(tmp_path, 4, FOUR)
 
 
 @pytest.mark.long
 def test_with_all_three(tmp_path: Path) -> None:
-    run_ranks(check, 8, tmp_path, [("llama", "sdpa", 2, 2, True, 13, True, {}), ("bert", "sdpa", 2, 2, True, 9, True, {})])
+    run_cases(tmp_path, 8, EIGHT)
 
 
 # masks and families
 
 
-def check_masks() -> None:
-    """Positions that count past padding, windows, packed documents, few labels."""
-    torch.manual_seed(0)
-    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **NO_DROPOUT, pad_token_id=1))
-    given = hf_batch(7)
-    given["input_ids"] = torch.where(given["attention_mask"].bool(), given["input_ids"].clamp(min=2), 1)
-    schedule(roberta, mesh()).context().verify(given)
-    for window in (1, 3, 100):
-        mistral = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=window)
-        schedule(transformers.MistralForCausalLM(mistral), mesh()).context().verify(hf_batch(13))
-    few = hf_batch(8)
-    few["labels"][:, 1:] = -100  # one rank has none
-    schedule(make("bert"), mesh()).context().verify(few)
-    packed = {**hf_batch(8, padding=False), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]).repeat(B, 1)}
-    packed["position_ids"][1] = torch.arange(8)
-    schedule(make("llama"), mesh()).context().verify(packed)
-    schedule(make("llama"), mesh()).context(chunks=2).verify({**packed, "use_cache": False})
-    one_row = packed["position_ids"][:1]
-    schedule(make("llama"), mesh()).context(chunks=1).verify({**packed, "position_ids": one_row})
-
-
-def check_scaling_and_regions() -> None:
+def check_scaling() -> None:
     granite = transformers.GraniteConfig(**SIZES, num_key_value_heads=2, attention_multiplier=0.7)
     torch.manual_seed(0)
     schedule(transformers.GraniteForCausalLM(granite), mesh()).context().verify(hf_batch(9))
-    s = schedule(make("llama"), mesh())
-    s.context(enter="model.layers.0", leave="model.norm").verify(hf_batch(7))
-    config = transformers.BertConfig(**SIZES, **NO_DROPOUT, num_labels=3)
-    for kind in ("sdpa", "eager"):
-        torch.manual_seed(0)
-        s = schedule(transformers.BertForSequenceClassification(config), mesh())
-        s.model.set_attn_implementation(kind)
-        s.context(enter="bert.encoder.layer.0", leave="bert.encoder.layer.1")
-        s.verify({**hf_batch(7), "labels": torch.tensor([0, 2, 1])})
 
 
 def check_presets_recomputation_and_dropout() -> None:
     s = presets.auto(make("llama"), mesh(), recompute=True)
     assert [d.do for d in s.directives if d.do in ("ulysses", "context")] == ["context"]
     s.verify(hf_batch(7))
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0))
+    model = make("bert", hidden_dropout_prob=0.1)
     s = presets.auto(model, mesh())
     assert "sp" in {d.args["axis"] for d in s.directives if d.do == "rng"}
     s.apply(hf_batch(8))
@@ -129,8 +83,8 @@ def check_presets_recomputation_and_dropout() -> None:
 
 @pytest.mark.long
 def test_masks_on_three_and_four_ranks(tmp_path: Path) -> None:
-    run_ranks(check_masks, 3, tmp_path)
-    run_ranks(check_scaling_and_regions, 4, tmp_path)
+    run_ranks(lambda: check_positions_and_windows(mesh(), "context"), 3, tmp_path)
+    run_ranks(lambda: (check_scaling(), check_regions(mesh(), "context")), 4, tmp_path)
 
 
 # what is sent, and steps of training
@@ -228,8 +182,9 @@ def check_broken() -> None:
 
 def of_two_ranks() -> None:
     check(TWO)
-    check_masks()
-    check_scaling_and_regions()
+    check_positions_and_windows(mesh(), "context")
+    check_scaling()
+    check_regions(mesh(), "context")
 
 
 def more_of_two_ranks() -> None:
@@ -241,8 +196,13 @@ def more_of_two_ranks() -> None:
 
 
 def test_models_masks_and_regions_on_two_ranks(tmp_path: Path) -> None:
+    for name in ("llama", "bert", "gpt2", "roberta", "mistral"):
+        make(name)  # imported once, before the fork
+    getattr(transformers, "GraniteForCausalLM")  # noqa: B009
     run_ranks(of_two_ranks, 2, tmp_path)
 
 
 def test_presets_bytes_training_and_what_is_refused(tmp_path: Path) -> None:
+    for family in ("Llama", "Bert", "ModernBert", "Gemma2"):
+        getattr(transformers, f"{family}Model")
     run_ranks(more_of_two_ranks, 2, tmp_path)

@@ -28,43 +28,54 @@ def hf_batch(length: int, padding: bool = True) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
 
 
-def mesh(tp: int) -> Mesh:
-    return Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=dist.get_world_size() // tp))
+def mesh(tp: int = 1, cp: int = 1) -> Mesh:
+    """All other ranks are sp's."""
+    return Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, cp_size=cp, sp_size=dist.get_world_size() // (tp * cp)))
 
 
-def check_hugging_face(cases: list[tuple[str, str, int, bool, int, bool, bool]]) -> None:
-    for name, kind, tp, seq, length, padding, overlap in cases:
-        s = plain(name, mesh(tp), seq=seq, attn_implementation=kind).ulysses(overlap_qkv=overlap)
+# model, attention, tp, cp, tp_seq, length, padding mask, options of each line
+Case = tuple[str, str, int, int, bool, int, bool, dict[str, dict[str, Any]]]
+SP: dict[str, dict[str, Any]] = {"ulysses": {}}
+EARLY: dict[str, dict[str, Any]] = {"ulysses": {"overlap_qkv": True}}
+
+
+def check(cases: list[Case]) -> None:
+    for case in cases:
+        name, kind, tp, cp, seq, length, padding, lines = case
+        s = plain(name, mesh(tp, cp), seq=seq, attn_implementation=kind)
+        for do, options in lines.items():
+            getattr(s, do)(**options)
         try:
             s.verify(hf_batch(length, padding))
         except Exception as error:
-            raise AssertionError(f"{(name, kind, tp, seq, length, padding, overlap)}: {error}") from error
+            raise AssertionError(f"{case}: {error}") from error
 
 
-TWO = [
-    # model, attention, tp, tp_seq, length, padding mask, overlap
-    ("llama", "sdpa", 1, False, 8, True, False),
-    ("llama", "eager", 1, False, 7, False, False),
-    ("llama", "sdpa", 1, False, 7, True, True),
-    ("bert", "eager", 1, False, 7, True, False),
-    ("bert", "sdpa", 1, False, 7, True, True),
-    ("gpt2", "sdpa", 1, False, 8, False, False),
-    ("gpt2", "eager", 1, False, 7, True, False),
-]
-FOUR = [
-    ("llama", "sdpa", 2, True, 7, True, True),
-    ("llama", "sdpa", 1, False, 10, True, True),  # two key/value heads for four ranks
-    ("bert", "eager", 2, True, 7, True, True),
-    ("gpt2", "sdpa", 2, False, 7, True, False),
-]
+def run_cases(tmp_path: Path, ranks: int, cases: list[Case]) -> None:
+    for name, *_ in cases:
+        make(name)  # its module is imported once, before the fork
+    run_ranks(check, ranks, tmp_path, cases)
+
+
+TWO: list[Case] = [
+    ("llama", "sdpa", 1, 1, False, 8, True, SP), ("llama", "eager", 1, 1, False, 7, False, SP),
+    ("llama", "sdpa", 1, 1, False, 7, True, EARLY), ("bert", "eager", 1, 1, False, 7, True, SP),
+    ("bert", "sdpa", 1, 1, False, 7, True, EARLY), ("gpt2", "sdpa", 1, 1, False, 8, False, SP),
+    ("gpt2", "eager", 1, 1, False, 7, True, SP),
+]  # fmt: skip
+FOUR: list[Case] = [
+    ("llama", "sdpa", 2, 1, True, 7, True, EARLY), ("bert", "eager", 2, 1, True, 7, True, EARLY),
+    ("gpt2", "sdpa", 2, 1, False, 7, True, SP),
+    ("llama", "sdpa", 1, 1, False, 10, True, EARLY),  # two key/value heads for four ranks
+]  # fmt: skip
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(check_hugging_face, 2, tmp_path, TWO)
+    run_cases(tmp_path, 2, TWO)
 
 
 def test_with_tensor_parallelism_and_few_key_value_heads(tmp_path: Path) -> None:
-    run_ranks(check_hugging_face, 4, tmp_path, FOUR)
+    run_cases(tmp_path, 4, FOUR)
 
 
 # models that are not transformers', and sequences that are cut inside
@@ -75,44 +86,48 @@ def check_toys() -> None:
     for layout in ("bshd", "sbhd", "bhsd"):
         given = {"ids": ids.t().contiguous() if layout == "sbhd" else ids}
         core: dict[str, Any] = {"core": "blocks.*.core", "q": "query", "layout": layout}
-        s = schedule(Toy(layout), mesh(1), seq_dim=0 if layout == "sbhd" else 1)
+        s = schedule(Toy(layout), mesh(), seq_dim=0 if layout == "sbhd" else 1)
         s.ulysses(inputs=["ids"], positions="at", **core).verify(given)
-        s = schedule(Toy(layout, pools=True), mesh(1), seq_dim=0 if layout == "sbhd" else 1)
+        s = schedule(Toy(layout, pools=True), mesh(), seq_dim=0 if layout == "sbhd" else 1)
         s.ulysses(enter="blocks.0", leave="norm", **core).verify(given)
 
 
-def check_regions() -> None:
-    s = schedule(make("llama"), mesh(1))
-    s.ulysses(enter="model.layers.0", leave="model.norm").verify(hf_batch(7))
-    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
-    torch.manual_seed(0)
-    s = schedule(transformers.BertForSequenceClassification(config), mesh(1))
-    s.ulysses(enter="bert.encoder.layer.0", leave="bert.encoder.layer.1", overlap_qkv=True)
-    s.verify({**hf_batch(7), "labels": torch.tensor([0, 2, 1])})
+def check_regions(on: Mesh, do: str) -> None:
+    s = schedule(make("llama"), on)
+    getattr(s, do)(enter="model.layers.0", leave="model.norm").verify(hf_batch(7))
+    for kind in ("sdpa", "eager"):
+        s = schedule(make("bert-classifier", num_labels=3, attn_implementation=kind), on)
+        more = {"overlap_qkv": True} if do == "ulysses" else {}
+        getattr(s, do)(enter="bert.encoder.layer.0", leave="bert.encoder.layer.1", **more)
+        s.verify({**hf_batch(7), "labels": torch.tensor([0, 2, 1])})
 
 
-def check_positions_and_windows() -> None:
+def check_positions_and_windows(on: Mesh, do: str) -> None:
     """Families whose positions or masks are their own: RoBERTa's count past padding, Mistral's windows, packed documents."""
-    torch.manual_seed(0)
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **no_dropout, pad_token_id=1))
+
+    def verify(name: str, given: dict[str, Any], options: dict[str, Any] | None = None, **changes: Any) -> None:
+        getattr(schedule(make(name, **changes), on), do)(**(options or {})).verify(given)
+
     given = hf_batch(7)
     given["input_ids"] = torch.where(given["attention_mask"].bool(), given["input_ids"].clamp(min=2), 1)
-    schedule(roberta, mesh(1)).ulysses(overlap_qkv=True).verify(given)
-    mistral = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=3)
-    schedule(transformers.MistralForCausalLM(mistral), mesh(1)).ulysses().verify(hf_batch(8))
+    verify("roberta", given, {"overlap_qkv": True} if do == "ulysses" else {}, pad_token_id=1)
+    for window in (3,) if do == "ulysses" else (1, 3, 100):
+        verify("mistral", hf_batch(8 if do == "ulysses" else 13), num_key_value_heads=1, sliding_window=window)
     few = hf_batch(8)
-    few["labels"][:, 3:] = -100  # the second rank has none
-    schedule(make("bert"), mesh(1)).ulysses().verify(few)
+    few["labels"][:, 1:] = -100  # one rank has none
+    verify("bert", few)
     packed = {**hf_batch(8, padding=False), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]).repeat(B, 1)}
-    schedule(make("llama"), mesh(1)).ulysses().verify(packed)
-    schedule(make("llama"), mesh(1)).ulysses().verify({**packed, "use_cache": False})
+    verify("llama", packed)
+    packed["position_ids"][1] = torch.arange(8)
+    verify("llama", {**packed, "use_cache": False}, {} if do == "ulysses" else {"chunks": 2})
+    if do == "context":
+        verify("llama", {**packed, "position_ids": packed["position_ids"][:1]}, {"chunks": 1})
 
 
 def check_rest() -> None:
     check_toys()
-    check_regions()
-    check_positions_and_windows()
+    check_regions(mesh(), "ulysses")
+    check_positions_and_windows(mesh(), "ulysses")
     check_refused()
     check_others_are_left_alone()
     check_order()
@@ -128,7 +143,7 @@ def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> No
 
 
 def check_refused() -> None:
-    on = mesh(1)
+    on = mesh()
     refuse("input_ids has 7 positions, which must be a multiple of 2", schedule(make("bert"), on).ulysses(pad=False), hf_batch(7))
     refuse("has no separate projections of q, k and v", schedule(make("gpt2"), on).ulysses(overlap_qkv=True))
     refuse("is not a model of transformers", schedule(Toy(), on).ulysses(enter="blocks.0", leave="norm"), {"ids": torch.ones(B, 8).long()})
@@ -169,7 +184,7 @@ def check_others_are_left_alone() -> None:
     """A model without a schedule computes what it did, bit for bit, beside one with."""
     model, split = (make("llama") for _ in range(2))
     before = model(**hf_batch(8)).logits
-    schedule(split, mesh(1)).ulysses().apply()
+    schedule(split, mesh()).ulysses().apply()
     split(**hf_batch(8))
     assert torch.equal(model(**hf_batch(8)).logits, before)
 
@@ -178,7 +193,7 @@ def check_order() -> None:
     """q leaves before k is projected; the gradients of v, k and q leave before the first is waited for; v's is used under the others."""
     log: list[str] = []
     model = make("llama")
-    schedule(model, mesh(1)).ulysses(overlap_qkv=True).apply()
+    schedule(model, mesh()).ulysses(overlap_qkv=True).apply()
     start, end = AsyncAllToAll._start, AsyncAllToAll._end
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AsyncAllToAll, "_start", lambda self, way, x: (log.append("start"), start(self, way, x))[1])
