@@ -46,7 +46,7 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "sync": {
         "mode": _WORD, "op": _WORD, "axis": _NUMBER, "arg": (int, str), "out": (int, str), "grad": _WORD, "over": _WORD,
     },
-    "vocab_parallel": {"gather": _FLAG},
+    "vocab_parallel": {},
     "sum_gradients": {"names": (list,)},
     "checkpoint": {"policy": _WORD},
     "rng": {"axis": _WORD},

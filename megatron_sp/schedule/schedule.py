@@ -33,6 +33,8 @@ from megatron_sp.schedule.verify.proof import measure, prove
 from megatron_sp.schedule.verify.verify import LossOf, Verdict
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
+Batch = Mapping[str, Any]  # keyword arguments of a model
+
 
 class Schedule:
     """Schedule of one model on one mesh; created by ``schedule()``."""
@@ -103,7 +105,7 @@ class Schedule:
         """Compare with another schedule; the result is false if there is no difference."""
         return diff(self, other)
 
-    def cost(self, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
+    def cost(self, batch: int | Batch, seq: int | None = None) -> Cost:
         """Compute the bytes that a rank holds, and sends in a step of ``batch`` rows of ``seq`` tokens."""
         return cost(self, batch, seq)
 
@@ -127,16 +129,14 @@ class Schedule:
             self.directives[-1] = line
         return self
 
-    def check(self, batch: Mapping[str, Any] | None = None) -> str:
+    def check(self, batch: Batch | None = None) -> str:
         """Look at the lines alone, without ranks or ``batch``. Raises ConfigError: ``apply()`` would refuse them."""
         if self.applied is not None:
             raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
         return "the lines fit the model; whether it computes the same, verify(batch) measures, on ranks"
 
-    def verify(
-        self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None
-    ) -> Verdict:
+    def verify(self, batch: Batch, *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
         """Compare a step of the split model with one of the whole model, on copies. Collective over all ranks.
 
         What the lines leave open (adjoints, where dropout differs) is measured, and added to them.
@@ -153,9 +153,7 @@ class Schedule:
             raise NumericsError(str(verdict))
         return verdict
 
-    def measure(
-        self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None
-    ) -> Verdict:
+    def measure(self, batch: Batch, *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
         """Compare as ``verify()`` does, but return a verdict even if the results differ."""
         if self.applied is not None:
             why = "compares with the whole model, which is gone after apply()"
@@ -172,7 +170,7 @@ class Schedule:
             self._verified = as_said(self.directives)
         return verdict
 
-    def apply(self, batch: Mapping[str, Any] | None = None, *, verify: bool = True) -> nn.Module:
+    def apply(self, batch: Batch | None = None, *, verify: bool = True) -> nn.Module:
         """Apply the lines to the model, and return it. Collective over all ranks of the mesh.
 
         Lines that ``verify()`` has not accepted are verified first, with ``batch`` or an example, on a small copy of a
@@ -207,14 +205,6 @@ class Selection:
     def __getitem__(self, glob: str) -> Selection:
         """Select modules inside these."""
         return self.schedule[f"{self.glob}.{glob}" if self.glob else glob]
-
-    @property
-    def mod(self) -> nn.Module:
-        """The only selected module. Raises ConfigError: there are several."""
-        if len(self.paths) != 1:
-            names = f"names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}"
-            raise ConfigError(f"{self.glob!r} {names}, ...")
-        return self.schedule.model.get_submodule(self.paths[0])
 
     def shard(
         self, tensor: str, axis: int, *, blocks: Any = None, heads: int | None = None, replicas: bool | None = None
@@ -269,9 +259,9 @@ class Selection:
         """Register a hook of torch's at fwd_pre, fwd_post or bwd_post, for what a ``sync`` cannot do; not if tp is 1."""
         return self._add("hook", mode=mode, fn=fn)
 
-    def vocab_parallel(self, *, gather: bool | None = None) -> Selection:
+    def vocab_parallel(self) -> Selection:
         """Split an embedding, or the output layer, along the vocabulary; tied ones are split together."""
-        return self._add("vocab_parallel", gather=gather)
+        return self._add("vocab_parallel")
 
     def sum_gradients(self, *names: str) -> Selection:
         """Sum over tp the gradients of parameters that ranks have whole but use on a share of heads or positions."""

@@ -71,6 +71,7 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+SyncOp = str | Callable[..., Any]
 _M = TypeVar("_M", bound="type[ShardMethod]")
 _P = TypeVar("_P", bound="type[Primitive]")
 
@@ -94,7 +95,7 @@ class ShardMethod:
         return None, None
 
     @staticmethod
-    def sync(sch: SlapoSchedule, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
+    def sync(sch: SlapoSchedule, mode: str, sync_op_or_fn: SyncOp, **kwargs: Any) -> None:
         """Add the collective of ``sch.sync()``."""
         sch.put_sync(mode, sync_op_or_fn, **kwargs)
 
@@ -244,9 +245,8 @@ class SlapoSchedule:
         """Return the schedule of a submodule. Raises PathError: there is none; suggests similar names."""
         full = f"{self.path}.{path}" if self.path and path else path or self.path
         if set("*?{") & set(path):
-            raise ConfigError(
-                f"{full!r} may name several modules: Slapo's spelling takes one; schedule()[{full!r}] takes them all"
-            )
+            takes = f"Slapo's spelling takes one; schedule()[{full!r}] takes them all"
+            raise ConfigError(f"{full!r} may name several modules: {takes}")
         (full_path,) = expand(self.schedule.model, full)
         parent = self if "." not in path else self[path.rpartition(".")[0]]
         return SlapoSchedule(self.schedule, full_path, parent=parent)
@@ -275,9 +275,7 @@ class SlapoSchedule:
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
             self.schedule[self.path].shard(name, axis, blocks=blocks, heads=heads)
 
-    def sync(
-        self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any
-    ) -> None:
+    def sync(self, mode: str = "backward", sync_op_or_fn: SyncOp | None = None, **kwargs: Any) -> None:
         """Add a collective where a tensor enters or leaves the module."""
         if sync_op_or_fn is None:
             for place, op, more in self._syncs_of_early_versions(mode, kwargs):
@@ -285,7 +283,7 @@ class SlapoSchedule:
         else:
             _method_of(self.mod).sync(self, _OLD_MODES.get(mode, mode), sync_op_or_fn, **kwargs)
 
-    def put_sync(self, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
+    def put_sync(self, mode: str, sync_op_or_fn: SyncOp, **kwargs: Any) -> None:
         """Add the collective of ``sync`` for a class without a ShardMethod of its own."""
         op, where, line = sync_op_or_fn, f"sync on {self.path}", self.schedule[self.path]
         if mode not in MODES:
@@ -425,9 +423,7 @@ def create_schedule(
 # build
 
 
-def build(
-    sch: SlapoSchedule, target: str | None = None, init_weights: Init = None, **kwargs: Any
-) -> tuple[nn.Module, None]:
+def build(sch: SlapoSchedule, target: Any = None, init_weights: Init = None, **kwargs: Any) -> tuple[nn.Module, None]:
     """Apply a schedule; return (model, None). Raises ConfigError, and leaves the model as it was.
 
     ``init_weights`` is that of ``settle_weights``.

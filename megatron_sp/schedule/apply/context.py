@@ -89,12 +89,9 @@ class Context:
             counts = real.sum(1)
             wrong = (real != (torch.arange(real.shape[1]) < counts[:, None])).any(1).nonzero().flatten().tolist()
             if wrong:
-                what = (
-                    f"row {wrong[0]} has padding before or between its tokens, and context() knows padding after them"
-                )
-                raise ConfigError(
-                    f"attention_mask: {what}: pad at the end (padding_side='right'), {instead}"
-                )  # fmt: skip
+                knows = "and context() knows padding after them: pad at the end (padding_side='right')"
+                what = f"row {wrong[0]} has padding before or between its tokens, {knows}"
+                raise ConfigError(f"attention_mask: {what}, {instead}")
             self._lengths = tuple(counts.tolist())
         row = RowMask(cut.padded, documents=self._documents)
         return cut._replace(shares=cut_row(row, self.cp.size, self.chunks(packed)), cp_rank=self.cp.rank)
@@ -186,10 +183,8 @@ class Context:
                 f"{name} drops attention ({more['dropout']}), which under context() would depend on how sequences are"
                 f" cut: set the configuration's attention dropout to 0, or {instead}"
             )
-        if more.get("softcap") is not None:
-            raise ConfigError(
-                f"{name} caps its scores (softcap {more['softcap']}), which context() does not: {instead}"
-            )
+        if (cap := more.get("softcap")) is not None:
+            raise ConfigError(f"{name} caps its scores (softcap {cap}), which context() does not: {instead}")
         if more.get("output_attentions"):
             why = "is asked for its attention weights, and nobody has them here: leave output_attentions out"
             raise ConfigError(f"{name} {why} ({self.where})")

@@ -114,10 +114,7 @@ def _raise(problems: Iterable[str]) -> None:
 
 def require_in_order(job: ApplyJob) -> None:
     """Refuse what a copy of the model, to which only some of the lines are applied, would not show."""
-    _raise(_out_of_order(job))
-
-
-def _out_of_order(job: ApplyJob) -> Iterator[str]:
+    problems: list[str] = []
     # E15: a module was compiled, or its parameters sharded by FSDP, before the split
     states: dict[str, str] = {}
     for path, module in job.model.named_modules():
@@ -132,18 +129,19 @@ def _out_of_order(job: ApplyJob) -> Iterator[str]:
                 if path in ("", on) or on.startswith(f"{path}."):
                     what = f"{path or 'the model'} {state} already ({line.where})"
                     order = "the order is: schedule, apply(), torch.compile, ZeRO"
-                    yield f"{line.do} on {on or 'the model'}: {what}: {order} (E15)"
+                    problems.append(f"{line.do} on {on or 'the model'}: {what}: {order} (E15)")
     # E5, E10: a line about the whole model is there twice, or on a part of it
     model = f"the model ({type(job.model).__name__})"
     for do in ("ulysses", "context", "zero"):
         lines = [line for line in job.directives if line.do == do]
         if len(lines) > 1:
             places = " and at ".join(line.where for line in lines)
-            yield f"{model}: {do} was asked for twice, at {places}: leave one out (E5)"
+            problems.append(f"{model}: {do} was asked for twice, at {places}: leave one out (E5)")
         for line in lines:
             if line.on:
                 there = f"but is written on {line.on!r}: give on: ''"
-                yield f"{do} is about {model} as a whole, {there} ({line.where}, E10)"
+                problems.append(f"{do} is about {model} as a whole, {there} ({line.where}, E10)")
+    _raise(problems)
 
 
 def require(job: ApplyJob) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
@@ -37,6 +37,8 @@ from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.utils.errors import ConfigError
 
 _WRAPPED = "_megatron_sp_wrapped"
+Names = tuple[str, ...]
+
 _OPERANDS = ("query", "key", "value", "attention_mask")
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 _WORDS = {"q": "queries", "k": "keys", "v": "values"}
@@ -157,9 +159,7 @@ class EarlyExchange:
     # cosines and sines that the module was given. The first pass of each module verifies that it does this and nothing
     # else (``OpTrace``).
 
-    def __init__(
-        self, path: str, module: nn.Module, names: tuple[str, ...], group: Group, where: str, only_looks: bool
-    ) -> None:
+    def __init__(self, path: str, module: nn.Module, names: Names, group: Group, where: str, only_looks: bool) -> None:
         norms = [name for name, _ in module.named_children() if "norm" in name.lower()]
         size = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
         if norms or not isinstance(size, int):
@@ -243,9 +243,7 @@ class EarlyExchange:
         return tuple(rearrange(x, "ranks b s m d -> b m (ranks s) d") for x in landed)
 
 
-def early_exchanges(
-    model: nn.Module, group: Group, where: str, only_looks: bool
-) -> WeakKeyDictionary[nn.Module, EarlyExchange]:
+def early_exchanges(model: nn.Module, group: Group, where: str, only_looks: bool) -> Mapping[nn.Module, EarlyExchange]:
     """Let the attention modules of a model exchange early. Raises ConfigError: none of them can."""
     early: WeakKeyDictionary[nn.Module, EarlyExchange] = WeakKeyDictionary()
     for path, module in model.named_modules():

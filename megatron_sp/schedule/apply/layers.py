@@ -21,6 +21,7 @@ from megatron_sp.schedule.core.kinds import Kind, computes_as_known, find_kind
 from megatron_sp.utils.errors import ConfigError
 
 Forward = Callable[..., Tensor]
+Line = Directive | None  # that a split layer has of its own
 
 
 def replace_forwards(job: ApplyJob, plan: SplitPlan) -> set[str]:
@@ -76,9 +77,7 @@ def _require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None
         raise ConfigError(f"{path} is a {name} with {beside}, which has no place after the sum: {way} ({where})")
 
 
-def _reduction(
-    job: ApplyJob, path: str, module: nn.Module, line: Directive | None, where: str
-) -> tuple[str | None, int]:  # fmt: skip
+def _reduction(job: ApplyJob, path: str, module: nn.Module, line: Line, where: str) -> tuple[str | None, int]:
     # (how a layer split by rows sums, along which axis) from its line, or from a sync right after it; None: it does not
     args: Mapping[str, Any] = {} if line is None else line.args
     reduce, axis = args.get("reduce"), args.get("axis")
@@ -120,9 +119,7 @@ def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None] | Non
     return (weight if kind.out_dims["weight"] == 0 else weight.t()), bias
 
 
-def _column(
-    job: ApplyJob, path: str, module: nn.Module, kind: Kind, line: Directive | None, copies: int
-) -> Forward | None:  # fmt: skip
+def _column(job: ApplyJob, path: str, module: nn.Module, kind: Kind, line: Line, copies: int) -> Forward | None:
     # a forward in which each rank computes some of the outputs; None: the module's own does
     asked, group = line is not None and line.do == "column", job.mesh.tp
     args: Mapping[str, Any] = line.args if line is not None and asked else {}
@@ -164,9 +161,7 @@ def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | 
     return column_linear(x, weight, bias, tp=NO_TP if group is None else TensorParallel(group))[0]
 
 
-def _row(
-    module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int, path: str, where: str
-) -> Forward:  # fmt: skip
+def _row(module: nn.Module, kind: Kind, tp: Group, reduce: str, axis: int, path: str, where: str) -> Forward:
     # a forward that sums the ranks' results, then adds the bias once
     is_matrix = computes_as_known(module, taught=False) and _matrix(module, kind) is not None
 
@@ -177,16 +172,16 @@ def _row(
         if is_matrix:
             weight, bias = _matrix(module, kind)  # type: ignore[misc]
             if reduce == "all_reduce":
-                return split_row(x, weight, bias, group)
+                return split_row(x, weight, bias, tp)
             y = split_row(x, weight, None, None)
         else:
             y, bias = kind.product(module, x), module._parameters.get("bias")  # type: ignore[misc]
-        y = reduce_from(y, group) if reduce == "all_reduce" else reduce_scatter_to(y, group, axis)
+        y = reduce_from(y, tp) if reduce == "all_reduce" else reduce_scatter_to(y, tp, axis)
         if bias is None:
             return y
         out_axis = kind.out_axis % y.ndim
         if reduce == "reduce_scatter" and axis % y.ndim == out_axis:  # each rank has some of the outputs
-            bias = bias.narrow(0, group.rank() * y.shape[out_axis], y.shape[out_axis])
+            bias = bias.narrow(0, tp.rank() * y.shape[out_axis], y.shape[out_axis])
         return y + bias.view([-1 if dim == out_axis else 1 for dim in range(y.ndim)])
 
     return _one_input(module, forward)
@@ -221,8 +216,6 @@ def _vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
 
 
 class _Lookups(TorchFunctionMode):
-    """Mode in which lookups in one module's table are made by another function."""
-
     def __init__(self, module: nn.Embedding, lookup: Forward) -> None:
         super().__init__()
         self.module, self.lookup, self.made = module, lookup, False
@@ -237,9 +230,8 @@ class _Lookups(TorchFunctionMode):
 @overridable
 def split_embedding(ids: Tensor, weight: Tensor, group: Group, padding: int | None, rows: int) -> Tensor:
     """Look up rows by id, summed over the group; row ``padding`` gets no gradient."""
-    if (
-        ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu"
-    ):  # a GPU would have to wait for it
+    # a GPU would have to wait for this
+    if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= rows:
             raise IndexError(f"token {low if low < 0 else high} is outside of the vocabulary of {rows}")

@@ -22,8 +22,6 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ApplyJob:
-    """Input of all phases of ``apply()``."""
-
     model: nn.Module  # changed in place, phase by phase
     directives: list[Directive]  # the lines, in the order in which they were written
     mesh: Mesh
@@ -48,8 +46,6 @@ class ApplyJob:
 
 @dataclass(frozen=True)
 class Split:
-    """Split of one parameter."""
-
     name: str  # of the parameter in the model
     dim: int
     blocks: Shape | None = None  # sizes of the parts along it, each of which is split evenly; None: it is one part
@@ -68,9 +64,8 @@ class SplitPlan:
     splits: dict[str, Split]  # by name, under all names of tied parameters
     hooked: frozenset[int]  # modules with hooks of the user's, by identity
     shapes: dict[str, Shape]  # of all whole parameters, and of whole buffers that are split, by name
-    counts: dict[
-        tuple[int, str], int
-    ]  # attributes that count what is split (groups, channels), by (id of module, name)
+    # attributes that count what is split (groups, channels), by (id of module, name)
+    counts: dict[tuple[int, str], int]
 
     def is_split(self, path: str, kind: Kind, dims: Mapping[str, int]) -> bool:
         """Return whether a layer is split by its outputs (``dims``: ``kind.out_dims``) or inputs (``in_dims``)."""
@@ -111,9 +106,8 @@ def plan_splits(job: ApplyJob) -> SplitPlan:
         if missing := [n for n in outputs if along and not any(s.name == joined(path, n) for s in along)]:
             name, other, dim = along[0].name, joined(path, missing[0]), outputs[missing[0]]
             add = f'.shard("{missing[0]}", axis={dim}), or use .column()'
-            raise ConfigError(
-                f"{name} is split along its outputs and {other} is not ({along[0].where}): add {add} (E4)"
-            )
+            what = f"{name} is split along its outputs and {other} is not"
+            raise ConfigError(f"{what} ({along[0].where}): add {add} (E4)")
     return SplitPlan(splits, hooked, shapes, counts)
 
 
@@ -226,7 +220,6 @@ def joined(path: str, name: str) -> str:
 
 
 def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
-    """Return the message for a parameter that a module does not have itself, with similar names."""
     known = [n for named in (module.named_parameters, module.named_buffers) for n, _ in named()]
     own = [n for n, p in (*module._parameters.items(), *module._buffers.items()) if p is not None]
     near = difflib.get_close_matches(name, known, 3, 0.4)
@@ -285,8 +278,6 @@ def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
 
 
 def split_tensors(model: nn.Module, splits: Mapping[str, Split], group: Group) -> None:
-    """Replace each split parameter, under all its names, and each split buffer by this rank's part."""
-
     def part_of(name: str, whole: Tensor) -> Tensor:
         return take(whole, _spec(splits[name], tuple(whole.shape), group), splits[name], group.size())
 
@@ -301,12 +292,10 @@ def split_tensors(model: nn.Module, splits: Mapping[str, Split], group: Group) -
             put(model, name, part_of(name, buffer))
 
 
-def shard_specs(
-    model: nn.Module, plan: SplitPlan, partial: Collection[str], group: Group
-) -> dict[str, ShardSpec]:  # fmt: skip
+def shard_specs(model: nn.Module, plan: SplitPlan, partial: Collection[str], group: Group) -> dict[str, ShardSpec]:
     """Return where this rank's parameters and split buffers lie in the whole ones, by first name.
 
-    ``partial``: names of parameters that every rank has whole, and whose gradients are partial sums.
+    ``partial``: whole parameters whose gradients are partial sums.
     """
     specs = {}
     buffers = [name for name, _ in model.named_buffers() if name in plan.splits]

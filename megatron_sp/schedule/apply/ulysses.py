@@ -198,9 +198,7 @@ class Ulysses:
             change_input(module, path, args.get(name, name), partial(enter, name), self.where)
         change_output(module, path, args.get("out"), leave, self.where)
 
-    def attend(
-        self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any
-    ) -> Any:
+    def attend(self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
         """Compute a transformers attention function on [b, n, s, d] with exchanges around it."""
         name = f"{self._paths.get(id(module), '')} ({type(module).__name__})".lstrip()
         cut = self._current(name)

@@ -40,6 +40,8 @@ from megatron_sp.schedule.core.directives import Mesh, expand
 from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.utils.errors import ConfigError
 
+Specs = Mapping[str, ShardSpec]
+
 
 class ZeroTraining:
     """Optimizer of a scheduled model, which also holds its parameters and gradients.
@@ -47,9 +49,7 @@ class ZeroTraining:
     The model is split already; its parameters become views of flat buffers.
     """
 
-    def __init__(
-        self, model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardSpec], args: Mapping[str, Any], where: str
-    ) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, specs: Specs, args: Mapping[str, Any], where: str) -> None:
         stage, self.config = read(args, where)
         self.micro_batches = int(args.get("micro_batches", 1))
         blocks = find_blocks(model, args.get("blocks"))
@@ -87,7 +87,6 @@ class ZeroTraining:
         self.gradients.finish_micro_batch()
 
     def finish(self) -> None:
-        """Wait for all gradients; ``step`` calls it too."""
         if not self._finished:
             if self._micro_batch == 0:  # the caller ran the backward pass itself
                 self.gradients.finish_micro_batch()
@@ -123,7 +122,6 @@ class ZeroTraining:
 
 
 def read(args: Mapping[str, Any], where: str) -> tuple[int, OptimizerConfig]:
-    """Return (stage, optimizer) of a line. Raises ConfigError if they are invalid."""
     stage, count, given = args.get("stage"), args.get("micro_batches", 1), args.get("optimizer")
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero: the stage must be 0, 1, 2 or 3, not {stage!r} ({where})")
@@ -162,13 +160,12 @@ def require(model: nn.Module, args: Mapping[str, Any], where: str) -> None:
         )
 
 
-class Parameters(nn.Module):
-    # under their names in the model, with slashes for dots
-
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        super().__init__()
-        for name, parameter in named:
-            self.register_parameter(name.replace(".", "/"), parameter)
+def _holder(named: Iterable[tuple[str, nn.Parameter]]) -> nn.Module:
+    # a module of these parameters, under their names in the model, with slashes for dots
+    module = nn.Module()
+    for name, parameter in named:
+        module.register_parameter(name.replace(".", "/"), parameter)
+    return module
 
 
 def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
@@ -183,9 +180,8 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
             continue
         items = dict(module.named_children())
         # transformers calls attention here and a state space there a layer
-        alike = len({type(item) for item in items.values()}) == 1 or (
-            layer is not None and all(isinstance(item, layer) for item in items.values())
-        )
+        are_layers = layer is not None and all(isinstance(item, layer) for item in items.values())
+        alike = are_layers or len({type(item) for item in items.values()}) == 1
         if len(items) > 1 and alike and all(any(True for _ in item.parameters()) for item in items.values()):
             blocks += [f"{path}.{name}" if path else name for name in items]
     return blocks
@@ -210,9 +206,9 @@ def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
         units = holders[id(parameter)]
         part = others if parameter.dtype != usual else parts[units.pop() if len(units) == 1 else 0]
         part.append((name, parameter))
-    made = [Unit("rest", Parameters(parts[0]))]
-    made += [Unit(block, Parameters(part), "block") for block, part in zip(blocks, parts[1:], strict=True)]
-    return made + ([Unit("other dtype", Parameters(others), "whole")] if others else [])
+    made = [Unit("rest", _holder(parts[0]))]
+    made += [Unit(block, _holder(part), "block") for block, part in zip(blocks, parts[1:], strict=True)]
+    return made + ([Unit("other dtype", _holder(others), "whole")] if others else [])
 
 
 def order_of(num_blocks: int, *, backward: bool) -> list[int]:
@@ -247,9 +243,7 @@ class UnitHooks:
         for index in units if self.events is not None else ():
             self.events.before_use(index)  # type: ignore[union-attr]
 
-    def _before_block(
-        self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_block(self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.events is None:
             return None
         self._read(index)
@@ -264,7 +258,14 @@ class UnitHooks:
         if first is None:
             return None
         self._open[index] = self._open.get(index, 0) + 1
-        named[first] = _Passed.apply(named[first], partial(self._done, index))
+
+        def done() -> None:
+            self._open[index] -= 1
+            # a block called twice is finished after its second backward
+            if self.events is not None and self._open[index] == 0:
+                self.events.backward_done(index)
+
+        named[first] = _Passed.apply(named[first], done)
         return tuple(named[i] for i in range(len(args))), {name: named[name] for name in kwargs}
 
     def _after_block(self, index: int, is_last: bool, _: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -284,13 +285,6 @@ class UnitHooks:
             for x in tensors_of(result).values():
                 if x.requires_grad and id(x) not in passed_on:
                     x.register_hook(lambda grad: self._read(index))
-
-    def _done(self, index: int) -> None:
-        self._open[index] -= 1
-        if (
-            self.events is not None and self._open[index] == 0
-        ):  # a block called twice is finished after its second backward
-            self.events.backward_done(index)
 
     def _keeping_places(self, index: int) -> Any:
         # a view of a parameter that autograd saves (a transpose, say) would point into a buffer that belongs to another
@@ -313,13 +307,10 @@ class UnitHooks:
 
             return view
 
-        def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
-            return kept if isinstance(kept, Tensor) else kept()
-
+        unpack = lambda kept: kept if isinstance(kept, Tensor) else kept()
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def forget(self) -> None:
-        """Clear the uses that wait for backward: a step has ended."""
         self._open.clear()
 
 

@@ -26,9 +26,8 @@ class Directive:
     # shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set, annotate, hook, sequence,
     # ulysses, context or zero
     do: str
-    args: dict[str, Any] = field(
-        default_factory=dict
-    )  # JSON values, or what only code can provide (functions, modules)
+    # JSON values, or what only code can provide (functions, modules)
+    args: dict[str, Any] = field(default_factory=dict)
     where: str = ""  # file and line of the call that added it, for messages
     derived: tuple[str, ...] = ()  # arguments that were measured by verify(), or implied by another line
 
@@ -118,13 +117,13 @@ class Mesh:
         return cls(groups.tp, groups.sp, groups.dp, groups.dp_cp_sp, groups.world, groups.cp)
 
     @classmethod
-    def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, cp: int = 1, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:
+    def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, cp: int = 1, tp_rank: int = 0) -> Mesh:
         """Create a mesh without a job: a schedule on it can be checked and shown, but not run."""
         for name, size in (("tp", tp), ("sp", sp), ("dp", dp), ("cp", cp)):
             if size < 1:
                 raise ConfigError(f"{name} ({size}) must be at least 1")
         same = dp * cp * sp
-        sizes = ((tp, tp_rank), (sp, sp_rank), (dp, 0), (same, sp_rank), (same * tp, 0), (cp, 0))
+        sizes = ((tp, tp_rank), (sp, 0), (dp, 0), (same, 0), (same * tp, 0), (cp, 0))
         return cls(*(SINGLE_RANK if n == 1 else cast(Group, _ImaginedGroup(n, rank)) for n, rank in sizes))
 
     def group(self, axis: str) -> Group:

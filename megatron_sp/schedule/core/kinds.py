@@ -40,23 +40,21 @@ class Kind:
 
     @property
     def main(self) -> str:
-        """Name of the parameter that multiplies the input, or else of the first one."""
+        # the parameter that multiplies the input, or else the first one
         return next(iter(self.in_dims), next(iter(self.out_dims), "weight"))
 
     @property
     def by_channel(self) -> bool:
-        """True if each output depends only on the input in the same place, so that shares make shares."""
+        # each output depends only on the input in the same place, so that shares make shares
         return self.inputs == 0
 
 
 def _convolution(module: nn.Module, x: Tensor) -> Tensor:
     if not isinstance(module, _ConvTransposeNd):
         return module._conv_forward(x, module.weight, None)  # type: ignore[operator,no-any-return]
-    transposed: Callable[..., Tensor] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
-        module.weight.ndim - 3
-    ]
+    functions: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     more = (module.stride, module.padding, module.output_padding, module.groups, module.dilation)
-    return transposed(x, module.weight, None, *more)
+    return functions[module.weight.ndim - 3](x, module.weight, None, *more)  # type: ignore[no-any-return]
 
 
 def _kind_of_convolution(dims: int, out: int = 0) -> Kind:
@@ -72,6 +70,7 @@ _ATTENTION = (
     "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its"
     " place with .replace(), or leave it whole"
 )
+_PART_OF_ATTENTION = f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"
 _RECURRENT = (
     "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single"
     " layers in its place with .replace()"
@@ -100,9 +99,7 @@ _KINDS: dict[type, Kind] = {
     _InstanceNorm: _NORM_BY_CHANNEL,
     nn.RNNBase: Kind(refusal=_RECURRENT),
     nn.MultiheadAttention: Kind(refusal=_ATTENTION),
-    NonDynamicallyQuantizableLinear: Kind(
-        refusal=f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"
-    ),
+    NonDynamicallyQuantizableLinear: Kind(refusal=_PART_OF_ATTENTION),
 }
 _BY_NAME: dict[str, Kind] = {  # classes of packages that may not be installed
     "transformers.pytorch_utils.Conv1D": Kind({"weight": 1, "bias": 0}, {"weight": 0}, "nf", "nx", _conv1d),

@@ -70,11 +70,9 @@ class Cost:
 
     @property
     def sent(self) -> float:
-        """Bytes sent in a step of one micro-batch."""
         return self.gradients + sum(p.forward + p.backward for p in self.places)
 
     def record(self) -> dict[str, Any]:
-        """Return the cost as a JSON-serialisable dict."""
         return {**asdict(self), "sent": self.sent}
 
     def __str__(self) -> str:
@@ -190,9 +188,8 @@ class _Step(TorchFunctionMode):
             except Exception as error:
                 place = f"{self._modules[-1]}: " if self._modules and self._modules[-1] else ""
                 why = f"{place}{type(error).__name__}: {error}"
-                raise ConfigError(
-                    f"the model does not run without weight values: {why}; give cost() its keyword arguments"
-                ) from error
+                gives = "give cost() its keyword arguments"
+                raise ConfigError(f"the model does not run without weight values: {why}; {gives}") from error
 
     def _save(self, t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -232,9 +229,7 @@ class _Step(TorchFunctionMode):
         self._exchange, self._is_inside = outer
         return result
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
         if hasattr(func, "__wrapped__") and func.__module__.startswith("megatron_sp."):
             return self._run_exchange(func, args, kwargs)

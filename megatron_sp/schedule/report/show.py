@@ -104,14 +104,13 @@ def as_record(seen: Survey, path: str | None = None) -> dict[str, Any]:
     """Return everything, or one module, as a JSON-serialisable dict."""
 
     def record(node: Node) -> dict[str, Any]:
-        edges = [
-            {key: value for key, value in vars(e).items() if key != "directive"}
-            | {"line": str(e.directive), "where": e.directive.where}
-            for e in node.edges
-        ]
-        parts = [{**vars(p), "tied": p.tied or None} for p in node.parts]
+        edges = []
+        for edge in node.edges:
+            known = {key: value for key, value in vars(edge).items() if key != "directive"}
+            edges.append({**known, "line": str(edge.directive), "where": edge.directive.where})
         return {
-            "path": node.path, "class": node.kind, "role": node.role, "parameters": parts, "collectives": edges,
+            "path": node.path, "class": node.kind, "role": node.role,
+            "parameters": [{**vars(p), "tied": p.tied or None} for p in node.parts], "collectives": edges,
             "notes": node.notes, "modules": [record(child) for child in node.children],
         }  # fmt: skip
 
@@ -183,7 +182,6 @@ def write_picture(seen: Survey, path: str | Path) -> None:
 
 
 def page(seen: Survey) -> str:
-    """Return the page as HTML."""
     num_lines = f"{len(seen.directives):,} line{'' if len(seen.directives) == 1 else 's'}"
     title = f"{seen.root.kind} over {seen.mesh}"
     share = f"{seen.local:,} of {seen.whole:,} parameters on rank {seen.rank} of tp {seen.size}"

@@ -6,7 +6,7 @@ The lines are applied to a copy of the model without weight values (meta device)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,21 +76,18 @@ class Node:
     paths: list[str] = field(default_factory=list)
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all below it."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Key that is equal for modules that look alike."""
         edges = tuple((e.side, e.tensor, e.forward, e.backward, e.axis, e.dim) for e in self.edges)
         parts = tuple((p.name, p.shape, p.local, p.dim, p.summed, bool(p.tied)) for p in self.parts)
         inside = tuple((child.name, child.signature) for child in self.children)
         return self.kind, self.role, parts, edges, tuple(self.notes), inside
 
     def folded(self) -> Node:
-        """Return the tree with identical neighbours in lists merged."""
         merged: list[Node] = []
         for child in [child.folded() for child in self.children]:
             last = merged[-1] if merged else None
@@ -100,15 +97,11 @@ class Node:
                 last.name = f"{first_number}-{child.name}"
             else:
                 merged.append(child)
-        return Node(
-            self.path, self.name, self.kind, self.role, self.parts, self.edges, self.notes, merged, list(self.paths)
-        )
+        return replace(self, children=merged, paths=list(self.paths))
 
 
 @dataclass
 class Survey:
-    """Effects of a schedule on one rank."""
-
     root: Node
     mesh: str
     rank: int  # of tp
@@ -159,7 +152,7 @@ def survey(schedule: Schedule) -> Survey:
             node.parts.append(Part(key, shape, tuple(tensor.shape), dim, runs, bool(spec and spec.sums), tied))
         _annotate(node, module, by_path.get(path, []), schedule.seq_dim)
         if path in leaves:
-            node.edges.append(_edge(leaves[path], "out", "all_gather", schedule.seq_dim, "leave", backward="slice"))
+            node.edges.append(_edge(leaves[path], "out", "all_gather", schedule.seq_dim, "leave", back="slice"))
         node.children = [look(f"{path}.{key}".lstrip("."), key, child) for key, child in module.named_children()]
         return node
 
@@ -205,10 +198,8 @@ _WHY = {
 }
 
 
-def _edge(
-    line: Directive, side: str, op: str, dim: int | None, why: str, *, tensor: str = "", backward: str | None = None
-) -> Edge:
-    backward = _BACKWARD.get(op, "") if backward is None else backward
+def _edge(line: Directive, side: str, op: str, dim: int | None, why: str, tensor: str = "", back: Any = None) -> Edge:
+    backward = _BACKWARD.get(op, "") if back is None else back
     return Edge(side, tensor, _FORWARD.get(op, op), backward, line.args.get("over", "tp"), dim, _WHY[why], line)
 
 
@@ -224,7 +215,7 @@ def _annotate(node: Node, module: nn.Module, lines: list[Directive], seq_dim: in
             if args.get("input", "copy") == "copy":
                 add(_edge(line, "in", "copy", None, "copy"))
             if args.get("gather"):
-                add(_edge(line, "out", "all_gather", -1, "gather", backward="slice"))
+                add(_edge(line, "out", "all_gather", -1, "gather", back="slice"))
         elif line.do == "row":
             node.role = "row"
             scatters = args.get("reduce") == "reduce_scatter"
@@ -237,7 +228,7 @@ def _annotate(node: Node, module: nn.Module, lines: list[Directive], seq_dim: in
                 add(_edge(line, "out", "all_reduce", None, "words"))
             else:
                 add(_edge(line, "in", "copy", None, "copy"))
-                add(_edge(line, "out", "all_gather", -1, "logits", backward="slice"))
+                add(_edge(line, "out", "all_gather", -1, "logits", back="slice"))
         elif line.do == "sync":
             add(_edge_of_sync(line, module, node.path, seq_dim))
         elif line.do == "sequence":
@@ -273,4 +264,4 @@ def _edge_of_sync(line: Directive, module: nn.Module, path: str, seq_dim: int) -
     if op != "all_gather":
         return _edge(line, side, op, dim, op, tensor=tensor)
     grad = args.get("grad") or ("reduce_scatter" if side == "in" else "slice")
-    return _edge(line, side, op, dim, f"all_gather_{grad}", tensor=tensor, backward=grad)
+    return _edge(line, side, op, dim, f"all_gather_{grad}", tensor=tensor, back=grad)

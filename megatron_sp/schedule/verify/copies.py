@@ -28,8 +28,6 @@ class Float64Mode(TorchFunctionMode):
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Mode in which dropout does nothing."""
-
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func.__name__ == "scaled_dot_product_attention":

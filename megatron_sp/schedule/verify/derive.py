@@ -57,7 +57,6 @@ class OpenAdjoint:
     by_module: dict[str, str] = field(default_factory=dict)  # for a line may name several
 
     def choose(self, path: str, grad: Tensor, group: Group) -> str:
-        """Return reduce_scatter or slice. Collective."""
         # gradients of ranks that go on alike are equal, and parts of a sum otherwise
         spread, largest = _spread(grad, group)
         value = "slice" if spread <= 1e-6 * largest else "reduce_scatter"
@@ -102,9 +101,7 @@ class Draws(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _is_random(func.__name__, args, kwargs):

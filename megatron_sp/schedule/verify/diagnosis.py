@@ -52,8 +52,6 @@ class Trace:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Record the passes of a model inside."""
-
         def note(path: str, side: str, value: Any) -> None:
             for name, t in tensors_of(value).items():
                 if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
@@ -373,9 +371,8 @@ class Diagnosis:
                 f"its input {edge.name} is whole, {local}, and the module takes a share ({where}): split the layer"
                 f" before it by its outputs (.column()), or add s[{path!r}].sync('fwd_pre', 'scatter', axis=-1) (E10)"
             )
-        axis = next(
-            (dim - len(local) for dim, (n, m) in enumerate(zip(local, whole_shape, strict=False)) if n != m), -1
-        )
+        pairs = enumerate(zip(local, whole_shape, strict=False))
+        axis = next((dim - len(local) for dim, (n, m) in pairs if n != m), -1)
         share = f", a share of one in {size}" if local[axis] * size == whole_shape[axis] else ""
         ways = ".row() takes shares"
         if axis == -1 and not lines:

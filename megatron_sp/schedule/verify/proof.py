@@ -28,6 +28,7 @@ from megatron_sp.schedule.verify.derive import Draws, as_said, is_open, random_l
 from megatron_sp.schedule.verify.verify import LossOf, Verdict, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
 
+Lines = list[Directive]
 _SMALL = 4_000_000  # parameters of models that are verified as they are
 _LARGE = 30_000_000  # the same for want of a narrow copy
 _HEAD_DIM = 16
@@ -69,9 +70,7 @@ def measure(
     return verdict, [*lines, *random_lines(model, lines, found)]
 
 
-def prove(
-    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None
-) -> list[Directive]:
+def prove(model: nn.Module, directives: Lines, mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None) -> Lines:
     """Verify lines before they are applied; return them with what they leave open. Collective over the mesh.
 
     Args:
@@ -118,9 +117,8 @@ def prove(
             return lines if is_own else _lines_from(lines, written)
     _require_said(model, written, mesh, reason)
     if mesh.tp.rank() == mesh.dp_sp.rank() == 0:
-        warnings.warn(
-            f"apply(): the lines are not verified ({reason}); apply(verify=False) says that this is meant", stacklevel=4
-        )
+        said = "apply(verify=False) says that this is meant"
+        warnings.warn(f"apply(): the lines are not verified ({reason}); {said}", stacklevel=4)
     return written
 
 
@@ -197,8 +195,7 @@ def _lines_from(measured: list[Directive], written: list[Directive]) -> list[Dir
 def narrow(model: nn.Module, layers: int | None) -> nn.Module:
     """Return a model of the same class of transformers, with random weights, as many heads, and narrow.
 
-    Args:
-        layers: number of layers, at least one of each kind; None: as many as the model has.
+    ``layers``: how many, at least one of each kind; None: as many as the model has.
     """
     config, cls = copy.deepcopy(model.config), type(model)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())]
@@ -245,8 +242,7 @@ def example(
 ) -> dict[str, Any] | None:
     """Return a random batch for a model of transformers (token ids, images, audio), or None if its inputs are unknown.
 
-    Args:
-        tokens: in a row (default: some that the ranks of the mesh can share).
+    ``tokens``: in a row (default: some that the ranks of the mesh can share).
     """
     ranks = 1 if mesh is None else mesh.tp.size() * mesh.sp.size() * mesh.cp.size()
     tokens = tokens or max(8, 2 * ranks)

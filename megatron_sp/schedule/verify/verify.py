@@ -28,6 +28,7 @@ from megatron_sp.utils.errors import ConfigError, ReportedError
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  # a step of bfloat16 is 8e-3
 LossOf = Callable[[Any], Tensor]
+Run = Callable[[], object]
 _HARD_CODED = (
     "if sizes do not fit, the module has a hard-coded size of the whole model: divide it, .set('<attribute>',"
     " divide='tp') (E11)"
@@ -44,8 +45,6 @@ class DoesNotRun(ConfigError):
 
 @dataclass
 class Comparison:
-    """Comparison of one tensor."""
-
     name: str
     kind: str  # output, loss, input gradient, gradient
     error: float
@@ -68,7 +67,6 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """True if all comparisons agree."""
         return all(row.error <= self.tolerance for row in self.rows)
 
     def __str__(self) -> str:
@@ -205,9 +203,7 @@ def _worst(local: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> 
     return float(worst)
 
 
-def _explain(
-    verdict: Verdict, diagnosis: Diagnosis, run_whole: Callable[[], object], run_split: Callable[[], object]
-) -> str:
+def _explain(verdict: Verdict, diagnosis: Diagnosis, run_whole: Run, run_split: Run) -> str:
     whole, split, applied = Trace(), Trace(), diagnosis.applied
     expected = {name: p.grad.clone() for name, p in diagnosis.whole.named_parameters() if p.grad is not None}
     local = {name: grad.clone() for name, grad in applied.gradients().items()}
@@ -229,9 +225,7 @@ def _explain(
     return diagnosis.explain_gradient(name, grad, expected[name])
 
 
-def _explained_failure(
-    error: Exception, diagnosis: Diagnosis, run_whole: Callable[[], object], run_split: Callable[[], object]
-) -> DoesNotRun:
+def _explained_failure(error: Exception, diagnosis: Diagnosis, run_whole: Run, run_split: Run) -> DoesNotRun:
     whole, split, model = Trace(), Trace(), diagnosis.applied.model
     paths = {id(module): path for path, module in model.named_modules()}
     frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
