@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES, DistFolder
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
@@ -71,15 +73,11 @@ class Unsupported(Exception):
     """Checkpoint that the reference does not compute; the message gives the reason."""
 
 
-class Pair(NamedTuple):
-    """Weight and bias: of a linear layer, y = x weight^T + bias with weight [out, in], or of a norm."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = x @ self.weight.T
-        return y if self.bias is None else y + self.bias
+Pair = tuple[Tensor, Tensor | None]  # weight and bias, of a linear layer (weight [out, in]) or of a norm
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "squared_relu": lambda x: F.relu(x) ** 2, "silu": F.silu, "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
 
 
 class Rotary:
@@ -111,43 +109,14 @@ class Rotary:
         return torch.cat([turned, rest], dim=-1)
 
 
-def norm(x: Tensor, scale: Pair, eps: float, *, rms: bool) -> Tensor:
-    """Apply LayerNorm or RMSNorm over the last dim."""
-    if not rms:
-        x = x - x.mean(-1, keepdim=True)
-    y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * scale.weight
-    return y if scale.bias is None else y + scale.bias
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Return softmax(q k / sqrt(d)) v. [b, s, n, d], twice [b, s, g, d], bool [b, 1, s, s] -> [b, s, n * d]"""
-    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
-    scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
-    shares = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-    return torch.einsum("bnst,btnd->bsnd", shares, v).flatten(2)
-
-
-def allowed_pairs(lengths: list[int], s: int, *, causal: bool, window: int | None) -> Tensor:
+def attention_mask(lengths: list[int], s: int, *, causal: bool, window: int | None) -> Tensor:
     """Return the attention mask, bool [b, 1, s, s], True = attend."""
     query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
-    seen = torch.ones(s, s, dtype=torch.bool)
-    if causal:
-        seen &= key <= query
+    seen = key <= query if causal else torch.ones(s, s, dtype=torch.bool)
     if window is not None:
-        seen &= key > query - window
+        seen = seen & (key > query - window)
     ends = torch.tensor(lengths)[:, None, None]
     return ((seen & (key < ends)) | ((query >= ends) & (key == 0)))[:, None]  # padding attends to key 0: no NaN
-
-
-def activate(name: str, x: Tensor) -> Tensor:
-    """Apply an activation of Megatron."""
-    if name == "squared_relu":
-        return x.clamp(min=0) ** 2
-    if name == "silu":
-        return x * torch.sigmoid(x)
-    if name == "gelu_tanh":
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
 class Part:
@@ -192,14 +161,7 @@ class DistPart(Part):
             layer = _LAYER.fullmatch(name)
             if layer is None or layer[1] + layer[3] not in self.names:
                 continue
-            tensor, row = self.folder.tensors[layer[1] + layer[3]], int(layer[2])
-            result = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
-            for (offsets, sizes), place in tensor.chunks:
-                if offsets[0] <= row < offsets[0] + sizes[0]:  # only the chunks with this layer are read
-                    chunk = TorchFile(self.path / place.file, (place.offset, place.length)).tree.read()
-                    region = tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))
-                    result[region] = chunk[row - offsets[0]]
-            return self.cast(result)
+            return self.cast(self.folder.read(layer[1] + layer[3], int(layer[2])))
         return None
 
     def layers(self) -> int:
@@ -241,25 +203,26 @@ class Megatron:
         self.order = qkv_layout or (stated if stated in _ORDERS else by_version)
         if self._is_core:
             self.order = "interleaved"
-        self.dtype = self._words(0).dtype  # of the weights
-        hidden = int(a.get("hidden_size") or self._words(0).shape[1])
+        table = first.get(*_WORDS)
+        self.dtype = table.dtype  # of the weights
+        hidden = int(a.get("hidden_size") or table.shape[1])
         heads = int(a["num_attention_heads"])  # type: ignore[arg-type]
         self.heads, self.head_dim = heads // self.tp, int(a.get("kv_channels") or hidden // heads)
         self.eps = float(a.get("norm_epsilon") or a.get("layernorm_epsilon") or 1e-5)
         self._plus_one = bool(a.get("apply_layernorm_1p") or a.get("layernorm_zero_centered_gamma"))
         self._is_bert = any("lm_head.dense" in name for name in parts[0][-1].names)
-        has_bias = self._pair(first, 0, "first").bias is not None
+        has_bias = self._pair(first, 0, "first")[1] is not None
         normalization = a.get("normalization") or ("LayerNorm" if has_bias else "RMSNorm")
         self.rms = str(normalization).lower() == "rmsnorm"  # Megatron-DeepSpeed spells it in lower case
 
-        up, down = self._pair(first, 0, "up").weight, self._pair(first, 0, "down").weight
+        (up, _), (down, _) = self._pair(first, 0, "up"), self._pair(first, 0, "down")
         self.gated = bool(a.get("swiglu", up.shape[0] == 2 * down.shape[1]))
-        has_qkv_bias = self._pair(first, 0, "qkv").bias is not None
+        has_qkv_bias = self._pair(first, 0, "qkv")[1] is not None
         fused = bool(a.get("bias_gelu_fusion", True)) and bool(a.get("add_bias_linear", has_qkv_bias))
         tanh = fused or (not self._is_core and bool(a.get("openai_gelu", False)))
         tanh = a.get("gelu_approximate", "tanh" if tanh else "none") == "tanh"
         unit = "squared_relu" if a.get("squared_relu") else "gelu_tanh" if tanh else "gelu"
-        self.activation = "silu" if self.gated else unit
+        self.activation = _ACTIVATIONS["silu" if self.gated else unit]
 
         is_rotary = a.get("position_embedding_type") == "rope" or bool(a.get("use_rotary_position_embeddings", False))
         self.rotary = Rotary(a, self.head_dim) if is_rotary else None
@@ -270,55 +233,49 @@ class Megatron:
         """Yield hidden states [b, s, h] after the embedding and each block, then each output, all with their names."""
         x = self._embed(rows.tokens, rows.types)
         yield "embedding", x
-        allowed = allowed_pairs(rows.lengths, x.shape[1], causal=not self._is_bert, window=self.window)
+        mask = attention_mask(rows.lengths, x.shape[1], causal=not self._is_bert, window=self.window)
         for layer in range(sum(part.layers() for part in self.parts[0])):
-            x = self._block(x, layer, allowed)
+            x = self._block(x, layer, mask)
             yield f"layer {layer}", x
         yield from self._outputs(x)
 
     def _embed(self, tokens: Tensor, types: Tensor) -> Tensor:
-        shares = []
-        for rank in range(self.tp):
-            table = self._words(rank)
-            row = tokens - rank * len(table)
-            shares.append(table[row.clamp(0, len(table) - 1)] * ((row >= 0) & (row < len(table)))[..., None])
-        x = torch.stack(shares).sum(0)
+        x = self._words()[tokens]
         for kind, index in (("position", slice(tokens.shape[1])), ("tokentype", types)):
             name = f"embedding.{kind}_embeddings.weight"
             more = self.parts[0][0].get_if(name, f"language_model.{name}")
             x = x if more is None else x + more[index]
         return x
 
-    def _words(self, rank: int) -> Tensor:
-        return self.parts[rank][0].get(*_WORDS)
+    def _words(self) -> Tensor:
+        return torch.cat([parts[0].get(*_WORDS) for parts in self.parts])  # ranks have consecutive rows
 
-    def _block(self, x: Tensor, layer: int, allowed: Tensor) -> Tensor:
+    def _block(self, x: Tensor, layer: int, mask: Tensor) -> Tensor:
         # [b, s, h] -> [b, s, h]: the sum of what the ranks compute, and the biases of row-parallel layers once
         places = [self._place(rank, layer) for rank in range(self.tp)]
-        for part, norm_name, compute in (("out", "first", self._attention), ("down", "second", self._mlp)):
-            y = self._norm(x, *self._pair(*places[0], norm_name))
-            total = sum((compute(y, *place, allowed) for place in places), torch.zeros_like(x))
-            bias = self._pair(*places[0], part).bias
-            x = x + (total if bias is None else total + bias)
+        for name, norm, compute in (("out", "first", self._attention), ("down", "second", self._mlp)):
+            y, bias = self._norm(x, *self._pair(*places[0], norm)), self._pair(*places[0], name)[1]
+            x = sum((compute(y, *place, mask) for place in places), x if bias is None else x + bias)
         return x
 
-    def _attention(self, x: Tensor, part: Part, layer: int, allowed: Tensor) -> Tensor:
-        fused = self._pair(part, layer, "qkv")
-        weights = self._split(fused.weight)
-        biases = self._split(fused.bias) if fused.bias is not None else (None, None, None)
-        rows = (Pair(*pair)(x) for pair in zip(weights, biases, strict=True))
-        q, k, v = (rearrange(row, "... (n d) -> ... n d", d=self.head_dim) for row in rows)
+    def _attention(self, x: Tensor, part: Part, layer: int, mask: Tensor) -> Tensor:
+        weight, bias = self._pair(part, layer, "qkv")
+        weights, biases = self._split(weight), (None, None, None) if bias is None else self._split(bias)
+        rows = (F.linear(x, *pair) for pair in zip(weights, biases, strict=True))
+        q, k, v = (rearrange(row, "b s (n d) -> b s n d", d=self.head_dim) for row in rows)
         if self._find(part, layer, "query norm", "weight") is not None:
             q = self._norm(q, *self._pair(part, layer, "query norm"))
             k = self._norm(k, *self._pair(part, layer, "key norm"))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        return attend(q, k, v, allowed) @ self._pair(part, layer, "out").weight.T
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [b, n, s, d], keys and values [b, g, s, d]
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return F.linear(rearrange(y, "b n s d -> b s (n d)"), self._pair(part, layer, "out")[0])
 
-    def _mlp(self, x: Tensor, part: Part, layer: int, _allowed: Tensor) -> Tensor:
-        wide = self._pair(part, layer, "up")(x)
+    def _mlp(self, x: Tensor, part: Part, layer: int, _mask: Tensor) -> Tensor:
+        wide = F.linear(x, *self._pair(part, layer, "up"))
         gate, up = wide.chunk(2, dim=-1) if self.gated else (wide, 1)
-        return (activate(self.activation, gate) * up) @ self._pair(part, layer, "down").weight.T
+        return F.linear(self.activation(gate) * up, self._pair(part, layer, "down")[0])
 
     def _place(self, rank: int, layer: int) -> tuple[Part, int]:
         for part in self.parts[rank]:
@@ -336,10 +293,14 @@ class Megatron:
         weight = self._find(part, layer, which, "weight")
         if weight is None:
             raise CheckpointError(f"{part.path}: layer {layer} has no {' or '.join(_NAMES[which])}")
-        return Pair(weight, self._find(part, layer, which, "bias"))
+        return weight, self._find(part, layer, which, "bias")
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return norm(x, Pair(weight + 1 if self._plus_one else weight, bias), self.eps, rms=self.rms)
+        weight = weight + 1 if self._plus_one else weight
+        if not self.rms:
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        y = F.rms_norm(x, weight.shape, weight, self.eps)
+        return y if bias is None else y + bias
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n, d = self.heads, self.head_dim
@@ -363,21 +324,19 @@ class Megatron:
         x = self._norm(x, weight, bias)  # type: ignore[arg-type]
         if not self._is_bert:
             is_untied = self.args.get("untie_embeddings_and_output_weights", any(name in last.names for name in _HEAD))
-            heads = [part.get(*_HEAD) if is_untied else self._words(rank) for rank, part in enumerate(lasts)]
-            yield NEXT, torch.cat([x @ head.T for head in heads], dim=-1)[..., : self.vocab_size]
+            head = torch.cat([part.get(*_HEAD) for part in lasts]) if is_untied else self._words()
+            yield NEXT, F.linear(x, head)[..., : self.vocab_size]
             return
-        y = Pair(last.get("lm_head.dense.weight"), last.get("lm_head.dense.bias"))(x)
-        y = activate("gelu_tanh" if not self._is_core and self.args.get("openai_gelu") else "gelu", y)
+        y = F.linear(x, last.get("lm_head.dense.weight"), last.get("lm_head.dense.bias"))
+        y = _ACTIVATIONS["gelu_tanh" if not self._is_core and self.args.get("openai_gelu") else "gelu"](y)
         scales = (last.get(f"lm_head.layer_norm.{end}", f"lm_head.layernorm.{end}") for end in ("weight", "bias"))
         y = self._norm(y, *scales)
-        biases = [part.get("output_layer.bias", "lm_head.bias") for part in lasts]
-        shares = [y @ self._words(rank).T + bias for rank, bias in enumerate(biases)]
-        yield MASKED, torch.cat(shares, dim=-1)[..., : self.vocab_size]
-        order = last.get_if("binary_head.weight")
-        if order is not None:
+        biases = torch.cat([part.get("output_layer.bias", "lm_head.bias") for part in lasts])
+        yield MASKED, F.linear(y, self._words(), biases)[..., : self.vocab_size]
+        if (order := last.get_if("binary_head.weight")) is not None:
             names = ("pooler.dense.{}", "language_model.pooler.dense.{}")
-            pooler = Pair(*(last.get(*(name.format(kind) for name in names)) for kind in ("weight", "bias")))
-            yield ORDER, Pair(order, last.get_if("binary_head.bias"))(torch.tanh(pooler(x[:, 0])))
+            weight, bias = (last.get(*(name.format(kind) for name in names)) for kind in ("weight", "bias"))
+            yield ORDER, F.linear(torch.tanh(F.linear(x[:, 0], weight, bias)), order, last.get_if("binary_head.bias"))
 
 
 def open_folder(

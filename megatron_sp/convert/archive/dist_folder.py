@@ -89,8 +89,8 @@ class DistFolder:
             else:
                 raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
 
-    def read(self, name: str) -> Tensor:
-        """Read a whole tensor; needs the memory of the tensor and of one chunk."""
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """Read a tensor, or only ``tensor[row]``; needs the memory of the result and of one chunk."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         tensor = self.tensors[name]
@@ -99,21 +99,25 @@ class DistFolder:
         if stored < needed and len(tensor.chunks) > 1:
             raise CheckpointError(f"{self.path}: {name} {list(tensor.shape)} needs {needed:,} bytes, its chunks have"
                                   f" {stored:,}: it is damaged")  # fmt: skip
-        result: Tensor | None = None
-        for chunk in tensor.chunks:
-            record = self._open(chunk.place).tree
+        shape, result = tensor.shape if row is None else tensor.shape[1:], None
+        for (offsets, sizes), place in tensor.chunks:
+            if row is not None and not offsets[0] <= row < offsets[0] + sizes[0]:
+                continue
+            record = self._open(place).tree
             has = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
-            if has != (chunk.rect.sizes, tensor.dtype):
-                raise CheckpointError(f"{self.path / chunk.place.file}: the chunk of {name} at"
-                                      f" {list(chunk.rect.offsets)} should be {list(chunk.rect.sizes)} {tensor.dtype},"
-                                      f" and is {has}: the folder is damaged, or of two saves")  # fmt: skip
+            if has != (sizes, tensor.dtype):
+                raise CheckpointError(f"{self.path / place.file}: the chunk of {name} at {list(offsets)} should be"
+                                      f" {list(sizes)} {tensor.dtype}, and is {has}: the folder is damaged, or of two"
+                                      " saves")  # fmt: skip
+            if row is not None:
+                record, offsets, sizes = record.row(row - offsets[0]), offsets[1:], sizes[1:]
             part: Tensor = record.read()
-            if len(tensor.chunks) == 1:
+            if sizes == shape:
                 return part
             if result is None:  # only after one chunk has been found: a damaged folder may claim any size
-                result = torch.empty(tensor.shape, dtype=dtype)
-            result[tuple(slice(o, o + s) for o, s in zip(*chunk.rect, strict=True))] = part
-        return torch.empty(tensor.shape, dtype=dtype) if result is None else result
+                result = torch.empty(shape, dtype=dtype)
+            result[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = part
+        return torch.empty(shape, dtype=dtype) if result is None else result
 
     def read_object(self, name: str) -> Any:
         """Return a saved object that is not a tensor, as ``TorchFile.tree``."""

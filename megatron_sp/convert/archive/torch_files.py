@@ -335,6 +335,10 @@ class TensorRecord:
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return replace(self, offset=self.offset + first, shape=shape, stride=stride)
 
+    def row(self, number: int) -> TensorRecord:
+        offset = self.offset + number * self.stride[0]
+        return replace(self, offset=offset, shape=self.shape[1:], stride=self.stride[1:])
+
     def read(self) -> Tensor:
         """Read the tensor into CPU memory, as ``TorchFile.read``."""
         return self.file.read(self)

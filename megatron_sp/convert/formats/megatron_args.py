@@ -57,38 +57,32 @@ class Facts:
 
 def facts_of(where: Path, first: Shapes, last: Shapes, *, tp: int, num_layers: int) -> Facts:
     """Derive the facts from the shapes of the tensors."""
+    everything = {**last, **first}
+    prefix = next((match[0] for name in first if (match := _LAYER.match(name))), "decoder.layers.0.")
     try:
-        return _derived(first, last, tp, num_layers)
+        qkv, proj = (_table(first, f"{prefix}self_attention.{name}.weight") for name in ("linear_qkv", "linear_proj"))
+        words = _table(first, WORDS)
+        parts = (_mlp(everything, inside) for inside in ("", r"shared_experts\.", r"experts\.(0\.)?"))
+        dense, shared, expert = parts
+        if dense is None and expert is None:
+            raise KeyError(f"{prefix}mlp.linear_fc1.weight")
     except KeyError as error:
         has = ", ".join(name[:80] for name in list(first)[:5])
         raise CheckpointError(f"{where} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a"
                               " BERT") from None  # fmt: skip
-
-
-def _derived(first: Shapes, last: Shapes, tp: int, num_layers: int) -> Facts:
-    everything = {**last, **first}
-    layer = next((name for name in first if _LAYER.match(name)), None)
-    if layer is None:
-        raise KeyError("decoder.layers.0.self_attention.linear_qkv.weight")
-    prefix = layer[: _LAYER.match(layer).end()]  # type: ignore[union-attr]
-    words = _table(first, WORDS)
-    dense, shared, expert = (_mlp(everything, inside) for inside in ("", r"shared_experts\.", r"experts\.(0\.)?"))
+    fc1, fc2 = dense or expert or ((), ())
     router = next((shape for name, shape in everything.items() if _ROUTER.fullmatch(name) and len(shape) == 2), (0, 0))
-    fc1, fc2 = next((one for one in (dense, expert) if one is not None), (None, None))
-    if fc1 is None or fc2 is None:
-        raise KeyError(f"{prefix}mlp.linear_fc1.weight")
-    qkv, proj = (_table(first, f"{prefix}self_attention.{name}.weight") for name in ("linear_qkv", "linear_proj"))
-    positions = first.get("embedding.position_embeddings.weight")
-    types = first.get("embedding.tokentype_embeddings.weight")
-    q_norm = first.get(f"{prefix}self_attention.q_layernorm.weight")
+    positions, types, q_norm = (first.get(name, (0,))[0] for name in (
+        "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight",
+        f"{prefix}self_attention.q_layernorm.weight"))  # fmt: skip
     return Facts(
         is_bert="lm_head.dense.weight" in last, num_layers=num_layers, hidden_size=words[1],
         padded_vocab_size=words[0] * tp, ffn_size=None if dense is None else dense[1][1] * tp,
-        is_gated=fc1[0] == 2 * fc2[1], qkv_rows=qkv[0] * tp, positions=positions[0] if positions else None,
-        token_types=types[0] if types else 0, has_head=HEAD in last, has_order_head="binary_head.weight" in last,
+        is_gated=fc1[0] == 2 * fc2[1], qkv_rows=qkv[0] * tp, positions=positions or None,
+        token_types=types, has_head=HEAD in last, has_order_head="binary_head.weight" in last,
         has_bias=f"{prefix}self_attention.linear_proj.bias" in first,
         has_qkv_bias=f"{prefix}self_attention.linear_qkv.bias" in first,
-        has_norm_bias=f"{prefix}input_layernorm.bias" in first, head_dim=q_norm[0] if q_norm else None,
+        has_norm_bias=f"{prefix}input_layernorm.bias" in first, head_dim=q_norm or None,
         attention_width=proj[1] * tp, num_experts=router[0],
         expert_ffn_size=0 if expert is None else expert[1][1] * tp,
         shared_ffn_size=0 if shared is None else shared[1][1] * tp,
@@ -219,6 +213,27 @@ _NEUTRAL_OF_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
+# arguments that are fields of ours under the same name, and Megatron's defaults: read and written
+_SAME: dict[str, Any] = {
+    "attention_dropout": 0.1, "hidden_dropout": 0.1, "init_method_std": 0.02, "make_vocab_size_divisible_by": 128,
+    "apply_layernorm_1p": False, "squared_relu": False,
+}  # fmt: skip
+_SAME_OF_ROPE: dict[str, Any] = {"rotary_percent": 1.0, "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+_SAME_OF_EXPERTS: dict[str, Any] = {
+    "moe_router_topk": 2, "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
+    "moe_router_group_topk": None, "moe_router_bias_update_rate": 1e-3, "moe_z_loss_coeff": None,
+}  # fmt: skip
+_COUNTS = ("make_vocab_size_divisible_by", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
+
+
+def _set_same(config: ModelConfig, settings: Settings, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name, default in defaults.items():
+        default = given.get(name, default)
+        kind = bool if isinstance(default, bool) else float
+        value = settings.count(name, default) if name in _COUNTS else settings.get(name, kind, default)
+        setattr(config, name, value)
+
+
 def _refuse(settings: Settings, neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
     for name, (allowed, why) in neutral.items():
         value = settings.document.get(name)
@@ -264,16 +279,12 @@ def config_of(
         ffn_hidden_size=facts.ffn_size or settings.count("ffn_hidden_size", facts.expert_ffn_size),
         vocab_size=vocab_size, normalization="LayerNorm" if facts.has_norm_bias else "RMSNorm",
         norm_epsilon=settings.get("norm_epsilon", float, epsilon),
-        apply_layernorm_1p=settings.get("apply_layernorm_1p", bool, given.get("apply_layernorm_1p", False)),
         qk_layernorm=settings.get("qk_layernorm", bool, facts.head_dim is not None), disable_bias_linear=not bias,
         add_qkv_bias=not bias and facts.has_qkv_bias, untie_embeddings_and_output_weights=is_untied,
-        attention_dropout=settings.get("attention_dropout", float, 0.1),
-        hidden_dropout=settings.get("hidden_dropout", float, 0.1),
-        init_method_std=settings.get("init_method_std", float, 0.02),
         bert_no_binary_head=facts.is_bert and not facts.has_order_head,
         num_tokentypes=facts.token_types if facts.is_bert else None,
-        make_vocab_size_divisible_by=settings.count("make_vocab_size_divisible_by", 128),
     )  # fmt: skip
+    _set_same(config, settings, _SAME, given)
     set_experts(config, settings, facts)
     _set_positions(config, settings, facts, given)
     _set_activation(config, settings, facts, given, legacy=legacy)
@@ -323,11 +334,9 @@ def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given:
     if not settings.document and "rotary_base" not in given:
         raise ConfigError(f"{settings.where} does not say the base of its rotary positions: give --set"
                           " rotary-base=10000, or what it was")  # fmt: skip
+    _set_same(config, settings, _SAME_OF_ROPE, {})
     config.rotary_base = settings.get("rotary_base", float, settings.get("rope_theta", float, 10000.0))
-    config.rotary_percent = settings.get("rotary_percent", float, 1.0)
     config.rotary_seq_len_interpolation_factor = settings.get("rotary_seq_len_interpolation_factor", float, 1.0)
-    config.use_rope_scaling = settings.get("use_rope_scaling", bool, False)
-    config.rope_scaling_factor = settings.get("rope_scaling_factor", float, 8.0)
 
 
 def neighbours_of(settings: Settings, config: ModelConfig, order: str) -> int:
@@ -344,7 +353,6 @@ def _set_activation(
     config: ModelConfig, settings: Settings, facts: Facts, given: Mapping[str, Any], *, legacy: bool
 ) -> None:
     config.swiglu = settings.get("swiglu", bool, facts.is_gated)
-    config.squared_relu = settings.get("squared_relu", bool, given.get("squared_relu", False))
     if facts.is_gated and not config.swiglu:
         raise CheckpointError(f"{settings.where}: the MLP is gated, and not by --swiglu: such a model cannot be"
                               " converted")  # fmt: skip
@@ -423,21 +431,18 @@ def namespace(
         "position_embedding_type": c.position_embedding_type,
         "add_position_embedding": c.position_embedding_type == "learned_absolute",
         "use_rotary_position_embeddings": c.position_embedding_type == "rope", "rotary_base": _whole(c.rotary_base),
-        "rotary_percent": c.rotary_percent, "rotary_interleaved": False,
+        "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": None if factor == 1.0 else _whole(factor),
-        "use_rope_scaling": c.use_rope_scaling, "rope_scaling_factor": c.rope_scaling_factor,
         "normalization": c.normalization, "norm_epsilon": c.norm_epsilon, "layernorm_epsilon": c.norm_epsilon,
-        "apply_layernorm_1p": c.apply_layernorm_1p, "qk_layernorm": c.qk_layernorm, "swiglu": c.swiglu,
-        "squared_relu": c.squared_relu, "openai_gelu": openai,
+        "qk_layernorm": c.qk_layernorm, "swiglu": c.swiglu, "openai_gelu": openai,
         "bias_gelu_fusion": c.activation == "gelu_tanh" and not openai, "onnx_safe": None,
         "add_bias_linear": not c.disable_bias_linear, "add_qkv_bias": c.add_qkv_bias,
         "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights,
-        "attention_dropout": c.attention_dropout, "hidden_dropout": c.hidden_dropout,
-        "init_method_std": c.init_method_std, "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by,
         "padded_vocab_size": padded_vocab_size, "vocab_size": c.vocab_size,
         "window_size": None if c.window_size is None else (c.window_size - 1, 0),
         "bert_binary_head": not c.bert_no_binary_head, "apply_query_key_layer_scaling": False,
-        **expert_arguments(c, ep), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+        **{name: getattr(c, name) for name in (*_SAME, *_SAME_OF_ROPE)}, **_expert_arguments(c, ep),
+        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None,
         "use_mcore_models": not legacy, "use_legacy_models": legacy,
         "transformer_impl": "local" if legacy else "transformer_engine", "bf16": name == "bfloat16",
@@ -453,7 +458,7 @@ def _whole(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-_BALANCE = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+_BALANCE = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
@@ -473,29 +478,20 @@ def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
     config.num_experts = facts.num_experts
     config.moe_ffn_hidden_size = facts.expert_ffn_size
     config.moe_shared_expert_intermediate_size = facts.shared_ffn_size or None
-    config.moe_router_topk = settings.count("moe_router_topk", 2)
+    _set_same(config, settings, _SAME_OF_EXPERTS, {})
     config.moe_layer_freq = _layers(settings, config.num_layers or 0)
     scores = {"softmax": "softmax", "sigmoid": "sigmoid"}
     config.moe_router_score_function = settings.choice("moe_router_score_function", scores, "softmax")
     is_softmax = config.moe_router_score_function == "softmax"
     config.moe_router_pre_softmax = settings.get("moe_router_pre_softmax", bool, False) and is_softmax
-    config.moe_router_topk_scaling_factor = settings.get("moe_router_topk_scaling_factor", float, None)
-    config.moe_router_num_groups = settings.count("moe_router_num_groups", None)
-    config.moe_router_group_topk = settings.count("moe_router_group_topk", None)
     config.moe_router_enable_expert_bias = facts.has_expert_bias
-    config.moe_router_bias_update_rate = settings.get("moe_router_bias_update_rate", float, 1e-3)
     config.moe_router_dtype = "fp64" if settings.document.get("moe_router_dtype") == "fp64" else "fp32"
-    config.moe_z_loss_coeff = settings.get("moe_z_loss_coeff", float, None)
-    _set_balance(config, settings)
-
-
-def _set_balance(config: ModelConfig, settings: Settings) -> None:
     kind, coeff = (settings.document.get(name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"))
     if isinstance(kind, list):
         kind = kind[0] if len(kind) == 1 else "none"
     if isinstance(coeff, list):
         coeff = coeff[0] if len(coeff) == 1 else 0.0
-    if kind not in _BALANCE or kind == "none" or not isinstance(coeff, (int, float)) or not coeff > 0:
+    if kind not in _BALANCE or not isinstance(coeff, (int, float)) or not coeff > 0:
         return
     config.moe_router_load_balancing_type = "global_aux_loss" if kind == "global_aux_loss" else "seq_aux_loss"
     config.moe_aux_loss_coeff = float(coeff)
@@ -511,23 +507,20 @@ def _layers(settings: Settings, num_layers: int) -> str:
     return pattern_of(map(bool, freq))
 
 
-def expert_arguments(c: ModelConfig, ep: int) -> dict[str, Any]:
+def _expert_arguments(c: ModelConfig, ep: int) -> dict[str, Any]:
     if not c.has_experts:
         return {"num_experts": None}
-    assert c.num_layers
+    pattern = [int(has) for has in layer_pattern(c.moe_layer_freq, c.num_layers or 0)]
+    freq: int | list[int] = int(c.moe_layer_freq) if c.moe_layer_freq.isdigit() else pattern
     balance = c.moe_router_load_balancing_type or "seq_aux_loss"
-    is_number = c.moe_layer_freq.isdigit()
-    pattern = [int(has) for has in layer_pattern(c.moe_layer_freq, c.num_layers)]
-    freq: int | list[int] = int(c.moe_layer_freq) if is_number else pattern
     return {
-        "num_experts": c.num_experts, "moe_router_topk": c.moe_router_topk, "moe_ffn_hidden_size": c.expert_ffn_size,
+        **{name: getattr(c, name) for name in _SAME_OF_EXPERTS}, "num_experts": c.num_experts,
+        "moe_ffn_hidden_size": c.expert_ffn_size,
         "moe_shared_expert_intermediate_size": c.shared_expert_size or None, "moe_layer_freq": freq,
         "moe_router_score_function": c.moe_router_score_function, "moe_router_pre_softmax": c.moe_router_pre_softmax,
-        "moe_router_topk_scaling_factor": c.moe_router_topk_scaling_factor,
-        "moe_router_num_groups": c.moe_router_num_groups, "moe_router_group_topk": c.moe_router_group_topk,
         "moe_router_enable_expert_bias": c.moe_router_enable_expert_bias,
-        "moe_router_bias_update_rate": c.moe_router_bias_update_rate, "moe_router_dtype": c.moe_router_dtype,
+        "moe_router_dtype": c.moe_router_dtype,
         "moe_router_load_balancing_type": balance if c.moe_aux_loss_coeff else "none",
-        "moe_aux_loss_coeff": c.moe_aux_loss_coeff, "moe_z_loss_coeff": c.moe_z_loss_coeff, "moe_grouped_gemm": True,
+        "moe_aux_loss_coeff": c.moe_aux_loss_coeff, "moe_grouped_gemm": True,
         "expert_model_parallel_size": ep,
     }  # fmt: skip

@@ -19,12 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.archive.dist_folder import DistFolder, DistFolderWriter, NewChunk
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
+from megatron_sp.convert.archive.torch_files import Object, TorchFile, require_dtype
 from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered, LastRead, Scattered, Shape, Store, TensorInfo
 
@@ -232,26 +231,8 @@ def named_tensors(folder: DistFolder) -> tuple[Store, dict[str, str]]:
             dtype = require_dtype(tensor.dtype, f"{folder.path}: {key[:200]}")
             described[name] = TensorInfo(tensor.shape if block is None else tensor.shape[1:], dtype)
 
-    def read(name: str) -> Tensor:
-        (key, block), info = sources[name], described[name]
-        if block is None:
-            return folder.read(key)
-        result = torch.empty(info.shape, dtype=info.dtype)
-        for (offsets, sizes), place in folder.tensors[key].chunks:
-            if not offsets[0] <= block < offsets[0] + sizes[0]:
-                continue
-            file = TorchFile(folder.path / place.file, (place.offset, place.length))
-            record = file.tree
-            if not isinstance(record, TensorRecord) or (record.shape, record.dtype) != (sizes, info.dtype):
-                raise CheckpointError(f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what"
-                                      " .metadata says: it is damaged")  # fmt: skip
-            offset = record.offset + (block - offsets[0]) * record.stride[0]
-            part = replace(record, offset=offset, shape=record.shape[1:], stride=record.stride[1:]).read()
-            result[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = part
-        return result
-
     shown = {name: key if block is None else f"{key}[{block}]" for name, (key, block) in sources.items()}
-    return Store(described, read), shown
+    return Store(described, lambda name: folder.read(*sources[name])), shown
 
 
 def _unflattened(copy: Copy, ours: Shape, stored: Shape) -> Iterator[Copy]:
