@@ -8,10 +8,15 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from support.convert_models import Tensors
 from support.errors import FP64, assert_law
 from torch import Tensor, nn
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.convert.copies import Correspondence, Gathered
+from megatron_sp.convert.families import FAMILIES
+from megatron_sp.convert.formats.hugging_face import renamed
+from megatron_sp.convert.model import parameter_shapes
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
@@ -31,10 +36,12 @@ SIZES = {
 LENGTHS = torch.tensor([S, 7, 3])
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, groups: int, d: int = D) -> Tensor:
-    """Separate projections [n*d, ...], [g*d, ...] as rows [g, n/g + 2, d]."""
-    parts = [t.view(groups, -1, d, *t.shape[1:]) for t in (q, k, v)]
-    return torch.cat(parts, dim=1).flatten(0, 2)
+def by_our_names(theirs: Any, shape: ModelConfig, of: str, num_classes: int = 0) -> dict[str, Tensor]:
+    """Their weights ("data") or gradients ("grad"), as the converter maps them."""
+    family, tensors = FAMILIES[theirs.config.model_type], {name: getattr(p, of) for name, p in theirs.named_parameters()}
+    correspondence = Correspondence.of(parameter_shapes(shape, num_classes), family.copies(shape, num_classes))
+    store = Gathered(correspondence, renamed(Tensors({n: t for n, t in tensors.items() if t is not None}), family)[0])
+    return {name: store.read(name) for name in correspondence.ours}
 
 
 def give_noise(model: nn.Module) -> None:
@@ -58,42 +65,6 @@ def assert_same(model: LanguageModel, loss: Tensor, theirs: dict[str, Tensor], t
     grads = {n: p.grad[: theirs[n].shape[0]] for n, p in model.named_parameters() if p.grad is not None}
     assert grads.keys() == theirs.keys()
     assert_law({"loss": loss.detach(), **grads}, {"loss": their_loss.detach(), **theirs}, FP64)
-
-
-def bert_names(post: bool) -> dict[str, str]:
-    """Our names of what is the same tensor in theirs; linear layers and norms, without .weight and .bias."""
-    layer = (
-        {"self_attention.linear_proj": "attention.output.dense", "mlp.linear_fc1": "intermediate.dense", "mlp.linear_fc2": "output.dense"}
-        | ({"post_attention_layernorm": "attention.output.LayerNorm", "post_mlp_layernorm": "output.LayerNorm"} if post
-           else {"input_layernorm": "attention.ln", "pre_mlp_layernorm": "ln"})
-    )  # fmt: skip
-    names = {f"encoder.layers.{i}.{a}": f"bert.encoder.layer.{i}.{b}" for i in range(LAYERS) for a, b in layer.items()}
-    names |= {"embedding.layernorm": "bert.embeddings.LayerNorm"} if post else {"encoder.final_layernorm": "bert.encoder.ln"}
-    return names | {"pooler.dense": "bert.pooler.dense"}
-
-
-PRETRAINING = {
-    "lm_head.dense": "cls.predictions.transform.dense", "lm_head.layernorm": "cls.predictions.transform.LayerNorm",
-    "binary_head": "cls.seq_relationship",
-}  # fmt: skip
-
-
-def bert_tensors(of: dict[str, Tensor], post: bool, heads: dict[str, str]) -> dict[str, Tensor]:
-    """Weights, or gradients, of theirs by our names; ``heads``: names of what stands after the pooler."""
-    embeddings = "bert.embeddings."
-    found = {f"{a}.{kind}": of[f"{b}.{kind}"] for a, b in {**bert_names(post), **heads}.items() for kind in ("weight", "bias")}
-    found |= {
-        "embedding.word_embeddings.weight": of[f"{embeddings}word_embeddings.weight"],
-        "embedding.position_embeddings.weight": of[f"{embeddings}position_embeddings.weight"],
-        "embedding.tokentype_embeddings.weight": of[f"{embeddings}token_type_embeddings.weight"],
-    }
-    if "cls.predictions.bias" in of:
-        found["output_layer.bias"] = of["cls.predictions.bias"]
-    for i in range(LAYERS):
-        for kind in ("weight", "bias"):
-            q, k, v = (of[f"bert.encoder.layer.{i}.attention.self.{part}.{kind}"] for part in ("query", "key", "value"))
-            found[f"encoder.layers.{i}.self_attention.linear_qkv.{kind}"] = fused(q, k, v, HEADS)
-    return found
 
 
 def their_bert(task: str, post: bool, **more: Any) -> Any:
@@ -122,8 +93,7 @@ def test_bert(post: bool, activation: str) -> None:
     more: dict[str, Any] = ACTIVATIONS[activation]
     shape = ModelConfig(**SIZES, model_family="bert", norm_placement="post" if post else "pre", norm_epsilon=1e-12, **more)
     ours = BertModel(shape, KernelConfig(), seed=1, dtype=torch.float64)
-    params: dict[str, Any] = dict(theirs.named_parameters())
-    copy_into(ours, bert_tensors(params, post, PRETRAINING))
+    copy_into(ours, by_our_names(theirs, shape, "data"))
     g = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(1, V, (B, S), generator=g) for _ in range(2))  # theirs gives the row of token 0, padding, no gradient
     types, order = torch.randint(0, 2, (B, S), generator=g), torch.tensor([0, 1, 1])
@@ -137,17 +107,16 @@ def test_bert(post: bool, activation: str) -> None:
     assert made.order is not None
     loss = made.masked / masked.sum() + made.order / B
     loss.backward()
-    assert_same(ours, loss, bert_tensors({n: p.grad for n, p in params.items()}, post, PRETRAINING), their_loss)
+    assert_same(ours, loss, by_our_names(theirs, shape, "grad"), their_loss)
 
 
 @pytest.mark.parametrize("post", [True, False], ids=["BertForSequenceClassification", "MegatronBertForSequenceClassification"])
 def test_classifier(post: bool) -> None:
     torch.manual_seed(0)
-    theirs, head = their_bert("ForSequenceClassification", post, num_labels=4), {"classification_head": "classifier"}
+    theirs = their_bert("ForSequenceClassification", post, num_labels=4)
     shape = ModelConfig(**SIZES, model_family="bert", norm_placement="post" if post else "pre", norm_epsilon=1e-12, gelu_approximate="none")  # type: ignore[arg-type]
     ours = BertClassifier(shape, KernelConfig(), num_classes=4, seed=1, dtype=torch.float64)
-    params: dict[str, Any] = dict(theirs.named_parameters())
-    copy_into(ours, bert_tensors(params, post, head))
+    copy_into(ours, by_our_names(theirs, shape, "data", 4))
     g = torch.Generator().manual_seed(1)
     tokens, types = torch.randint(1, V, (B, S), generator=g), torch.randint(0, 2, (B, S), generator=g)
     label, real = torch.tensor([3, 0, 2]), torch.arange(S) < LENGTHS[:, None]
@@ -157,64 +126,9 @@ def test_classifier(post: bool) -> None:
     made = ours(tokens, types, label, torch.ones(B, dtype=torch.float64), context)
     loss = made.sum / B
     loss.backward()
-    assert_same(ours, loss, bert_tensors({n: p.grad for n, p in params.items()}, post, head), answer.loss)
+    assert_same(ours, loss, by_our_names(theirs, shape, "grad", 4), answer.loss)
     assert made.logits is not None and int(made.hits) == int((answer.logits.argmax(1) == label).sum())
     assert_law({"logits": made.logits}, {"logits": answer.logits.detach()}, FP64)
-
-
-def gpt2_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {
-        "embedding.word_embeddings.weight": of["transformer.wte.weight"],
-        "embedding.position_embeddings.weight": of["transformer.wpe.weight"],
-        "decoder.final_layernorm.weight": of["transformer.ln_f.weight"], "decoder.final_layernorm.bias": of["transformer.ln_f.bias"],
-    }  # fmt: skip
-    found |= {"output_layer.weight": of["lm_head.weight"]} if "lm_head.weight" in of else {}
-    for i in range(LAYERS):
-        here, there = f"decoder.layers.{i}.", f"transformer.h.{i}."
-        for kind in ("weight", "bias"):
-            q, k, v = of[f"{there}attn.c_attn.{kind}"].t().chunk(3) if kind == "weight" else of[f"{there}attn.c_attn.{kind}"].chunk(3)
-            found[f"{here}self_attention.linear_qkv.{kind}"] = fused(q, k, v, HEADS)
-            for a, b in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2")):
-                found[f"{here}{a}.{kind}"] = of[f"{there}{b}.{kind}"]
-            for a, b in (("self_attention.linear_proj", "attn.c_proj"), ("mlp.linear_fc1", "mlp.c_fc"), ("mlp.linear_fc2", "mlp.c_proj")):
-                found[f"{here}{a}.{kind}"] = of[f"{there}{b}.{kind}"].t() if kind == "weight" else of[f"{there}{b}.{kind}"]
-    return found
-
-
-def llama_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Llama and Mistral; with biases where there are some, and a head of its own where it is not the embedding's table."""
-    found = {"embedding.word_embeddings.weight": of["model.embed_tokens.weight"], "decoder.final_layernorm.weight": of["model.norm.weight"]}
-    found |= {"output_layer.weight": of["lm_head.weight"]} if "lm_head.weight" in of else {}
-    for i in range(LAYERS):
-        here, there = f"decoder.layers.{i}.", f"model.layers.{i}."
-        for kind in ("weight", "bias"):
-            if f"{there}self_attn.o_proj.{kind}" in of:
-                q, k, v = (of[f"{there}self_attn.{part}_proj.{kind}"] for part in "qkv")
-                found[f"{here}self_attention.linear_qkv.{kind}"] = fused(q, k, v, GROUPS, len(q) // HEADS)
-                found[f"{here}self_attention.linear_proj.{kind}"] = of[f"{there}self_attn.o_proj.{kind}"]
-            if f"{there}mlp.up_proj.{kind}" in of:
-                halves = [of[f"{there}mlp.{half}_proj.{kind}"] for half in ("gate", "up")]
-                found[f"{here}mlp.linear_fc1.{kind}"] = torch.cat(halves)
-                found[f"{here}mlp.linear_fc2.{kind}"] = of[f"{there}mlp.down_proj.{kind}"]
-        found |= {
-            f"{here}input_layernorm.weight": of[f"{there}input_layernorm.weight"],
-            f"{here}pre_mlp_layernorm.weight": of[f"{there}post_attention_layernorm.weight"],
-        }
-    return found
-
-
-def neox_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their fused rows are [head, (q, k, v), d], which with a key for each query is our order too."""
-    names = {"embedding.word_embeddings": "gpt_neox.embed_in", "decoder.final_layernorm": "gpt_neox.final_layer_norm"}
-    head = next((name for name in ("lm_head", "embed_out") if f"{name}.weight" in of), None)
-    names |= {} if head is None else {"output_layer": head}
-    layer = {
-        "input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm",
-        "self_attention.linear_qkv": "attention.query_key_value", "self_attention.linear_proj": "attention.dense",
-        "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h",
-    }  # fmt: skip
-    names |= {f"decoder.layers.{i}.{a}": f"gpt_neox.layers.{i}.{b}" for i in range(LAYERS) for a, b in layer.items()}
-    return {f"{a}.{kind}": of[f"{b}.{kind}"] for a, b in names.items() for kind in ("weight", "bias") if f"{b}.{kind}" in of}
 
 
 def widen(model: Any) -> None:
@@ -284,83 +198,70 @@ def their_neox(**more: Any) -> Any:
     ))  # fmt: skip
 
 
-def gpt2_folded(of: dict[str, Tensor], power: int) -> dict[str, Tensor]:
+def scores_by_layer(tensors: dict[str, Tensor], power: int) -> dict[str, Tensor]:
     """Scores that are not divided by sqrt(d), but by the layer's number: as factors of the queries.
 
     ``power``: 1 for weights; -1 for gradients, which are with respect to the scaled ones.
     """
-    found = gpt2_tensors(of)
     for i in range(LAYERS):
         for kind in ("weight", "bias"):
-            name = f"decoder.layers.{i}.self_attention.linear_qkv.{kind}"
-            rows = found[name].detach().clone().view(HEADS, 3, D, -1)
+            rows = tensors[f"decoder.layers.{i}.self_attention.linear_qkv.{kind}"].view(HEADS, 3, D, -1)
             rows[:, 0] *= (D**0.5 / (i + 1)) ** power
-            found[name] = rows.view(found[name].shape)
-    return found
+    return tensors
 
 
-class Family(NamedTuple):
-    """One of their classes with a configuration, and ours that equals it.
-
-    Attributes:
-        make: their model.
-        ours: fields of our configuration.
-        tensors: their weights by our names; their gradients too, unless ``gradients`` has them.
-    """
+class Case(NamedTuple):
+    """One of their classes with a configuration, ours that equals it, and what differs in the weights."""
 
     make: Callable[[], Any]
     ours: dict[str, Any]
-    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    gradients: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    fold: Callable[[dict[str, Tensor], int], dict[str, Tensor]] = lambda tensors, power: tensors
 
 
-FAMILIES = {
-    "gpt2": Family(their_gpt2, {}, gpt2_tensors),
-    "gpt2, relu, untied": Family(
+CASES = {
+    "gpt2": Case(their_gpt2, {}),
+    "gpt2, relu, untied": Case(
         partial(their_gpt2, activation_function="relu", tie_word_embeddings=False),
-        {"relu": True, "untie_embeddings_and_output_weights": True}, gpt2_tensors,
+        {"relu": True, "untie_embeddings_and_output_weights": True},
     ),
-    "gpt2, gelu, scores by layer": Family(
+    "gpt2, gelu, scores by layer": Case(
         partial(their_gpt2, activation_function="gelu", scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True),
-        {"gelu_approximate": "none"}, partial(gpt2_folded, power=1), partial(gpt2_folded, power=-1),
+        {"gelu_approximate": "none"}, scores_by_layer,
     ),
-    "llama": Family(their_llama, LLAMA, llama_tensors),
-    "llama, tied, llama3 frequencies": Family(
+    "llama": Case(their_llama, LLAMA),
+    "llama, tied, llama3 frequencies": Case(
         partial(their_llama, rope={"rope_type": "llama3", **LLAMA3}, tie_word_embeddings=True),
-        LLAMA | TIED | {"use_rope_scaling": True, "rope_scaling_original_length": 64}, llama_tensors,
+        LLAMA | TIED | {"use_rope_scaling": True, "rope_scaling_original_length": 64},
     ),
-    "llama, biases in attention, wide heads": Family(
-        partial(their_llama, attention_bias=True, head_dim=10), LLAMA | {"kv_channels": 10, "add_qkv_bias": True, "add_proj_bias": True},
-        llama_tensors,
+    "llama, biases in attention, wide heads": Case(
+        partial(their_llama, attention_bias=True, head_dim=10), LLAMA | {"kv_channels": 10, "add_qkv_bias": True, "add_proj_bias": True}
     ),
-    "llama, biases in the MLP, gated GELU, linear frequencies": Family(
+    "llama, biases in the MLP, gated GELU, linear frequencies": Case(
         partial(their_llama, mlp_bias=True, hidden_act="gelu_pytorch_tanh", rope={"rope_type": "linear", "factor": 4.0}),
-        LLAMA | {"add_mlp_bias": True, "swiglu": False, "geglu": True, "rotary_seq_len_interpolation_factor": 4.0}, llama_tensors,
+        LLAMA | {"add_mlp_bias": True, "swiglu": False, "geglu": True, "rotary_seq_len_interpolation_factor": 4.0},
     ),
-    "mistral, window": Family(partial(their_llama, "Mistral", sliding_window=4), LLAMA | {"window_size": 4}, llama_tensors),
-    "mistral, no window, narrow heads": Family(
-        partial(their_llama, "Mistral", sliding_window=None, head_dim=2), LLAMA | {"kv_channels": 2}, llama_tensors
-    ),
-    "neox": Family(their_neox, NEOX | {"use_parallel_residual": True}, neox_tensors),
-    "neox, sequential, tied": Family(partial(their_neox, use_parallel_residual=False, tie_word_embeddings=True), NEOX | TIED, neox_tensors),
-    "neox, no biases in attention": Family(
+    "mistral, window": Case(partial(their_llama, "Mistral", sliding_window=4), LLAMA | {"window_size": 4}),
+    "mistral, no window, narrow heads": Case(partial(their_llama, "Mistral", sliding_window=None, head_dim=2), LLAMA | {"kv_channels": 2}),
+    "neox": Case(their_neox, NEOX | {"use_parallel_residual": True}),
+    "neox, sequential, tied": Case(partial(their_neox, use_parallel_residual=False, tie_word_embeddings=True), NEOX | TIED),
+    "neox, no biases in attention": Case(
         partial(their_neox, attention_bias=False),
-        NEOX | {"use_parallel_residual": True, "disable_bias_linear": True, "add_mlp_bias": True}, neox_tensors,
+        NEOX | {"use_parallel_residual": True, "disable_bias_linear": True, "add_mlp_bias": True},
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gpt(family: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_gpt(case: str) -> None:
     torch.manual_seed(0)
-    make, shape, tensors, gradients = FAMILIES[family]
+    make, fields, fold = CASES[case]
     theirs = make()
     widen(theirs)
     theirs = theirs.double()
     give_noise(theirs)
-    ours = GPTModel(ModelConfig(**SIZES | shape), KernelConfig(), seed=1, dtype=torch.float64)
-    params: dict[str, Any] = dict(theirs.named_parameters())
-    copy_into(ours, tensors(params))
+    shape = ModelConfig(**SIZES | fields)
+    ours = GPTModel(shape, KernelConfig(), seed=1, dtype=torch.float64)
+    copy_into(ours, fold(by_our_names(theirs, shape, "data"), 1))
     tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(1))
     logits = theirs(tokens[:, :-1]).logits
     their_loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -368,4 +269,4 @@ def test_gpt(family: str) -> None:
     total, _ = ours(tokens[:, :-1], tokens[:, 1:], torch.ones(B, S, dtype=torch.float64), ForwardContext(AttentionMask()))
     loss = total / (B * S)
     loss.backward()
-    assert_same(ours, loss, (gradients or tensors)({n: p.grad for n, p in params.items()}), their_loss)
+    assert_same(ours, loss, fold(by_our_names(theirs, shape, "grad"), -1), their_loss)
