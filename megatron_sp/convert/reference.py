@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES, DistFolder
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, attributes_of
 from megatron_sp.utils.errors import CheckpointError
 
 Cast = Callable[[Tensor], Tensor]
@@ -182,7 +182,7 @@ class Megatron:
     ) -> None:  # fmt: skip
         self.parts, self.tp, self.vocab_size, first = parts, len(parts), vocab_size, parts[0][0]
         saved = tree.get("args")
-        values = saved.attributes if isinstance(saved, Object) else saved if isinstance(saved, dict) else {}
+        values = saved if isinstance(saved, dict) else attributes_of(saved)
         a = {str(name): None if isinstance(value, Object) else value for name, value in values.items()}
         if unknown := sorted(set(given) - _GIVEN - _BY_SHAPE):
             raise Unsupported(f"--set {', '.join(name.replace('_', '-') for name in unknown)} is not computed by it")

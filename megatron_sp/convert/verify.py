@@ -36,6 +36,7 @@ from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK, CheckpointError, ConfigError
+from megatron_sp.utils.host import host_memory_bytes
 
 LIMITS = {torch.float32: 2e-5, torch.float64: 1e-10}
 """Largest error of logits, relative to the largest logit, by what they are computed in."""
@@ -242,33 +243,19 @@ def _without_transformers(path: Path, read: Model) -> str:
         return "transformers is asked to read safetensors alone"
     if not availability.installed("transformers").available:
         return "transformers is not installed (pip install transformers)"
-    needed, free = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), _available_bytes()
+    needed, free = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), host_memory_bytes()
     if free is not None and needed > 0.6 * free:
         return f"transformers would take {needed / 2**30:.1f} of the {free / 2**30:.1f} GiB that are free"
     return ""
 
 
-def _available_bytes() -> int | None:
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
-    return None
-
-
 def verify(
     source: Format, input: Path, target: Format, output: Path, options: Options, text: str | None, tell: Tell
 ) -> int:
-    """Compare the input of a conversion, of the format ``source``, with its output.
+    """Compare the input of a conversion, of the format ``source``, with its output; return EXIT_OK or EXIT_NUMERICS.
 
-    Args:
-        text: text to compare on, besides random tokens; None: parts of Python's own documentation, if there is a
-            tokenizer.
-        tell: called with the results, line by line.
-    Returns:
-        EXIT_OK, or EXIT_NUMERICS if they differ.
-    Raises:
-        CheckpointError: one of them cannot be read, or transformers cannot load the output.
-        ConfigError: text is given, but there is no tokenizer.
+    Compared are random tokens and ``text``, or parts of Python's own documentation if it is None and there is a
+    tokenizer. ``tell`` gets the results, line by line.
     """
     before = source.read(input, options)
     changes: dict[str, Any] = {"step": None, "output": None, "tokenizer": None, "qkv_layout": None}
@@ -276,11 +263,16 @@ def verify(
     after = target.read(output, of_output)
     first = side_of(source.name, input, before, options, tell)
     sides = first, side_of(target.name, output, after, of_output, tell)
-    of_source, of_target = (widest(m.dtypes) if len(m.dtypes) == 1 else None for m in (before, after))
-    is_rotary = before.config.position_embedding_type == "rope"
-    is_narrow = is_rotary and any(side.is_transformers for side in sides)  # their rotary positions are fp32
-    compute = torch.float64 if of_source == of_target == torch.float64 and not is_narrow else torch.float32
-    of_source, of_target = _computed_with(sides[0], of_source), _computed_with(sides[1], of_target)
+    own = []  # dtypes of the weights of both sides; None: of several
+    for side, model in zip(sides, (before, after), strict=True):
+        read = widest(model.dtypes) if len(model.dtypes) == 1 else None
+        narrower = side.dtype is not None and read is not None and side.dtype.itemsize < read.itemsize
+        own.append(side.dtype if narrower else read)
+    of_source, of_target = own
+    # rotary positions of transformers are fp32
+    is_narrow = before.config.position_embedding_type == "rope" and any(side.is_transformers for side in sides)
+    is_wide = all(set(model.dtypes) == {torch.float64} for model in (before, after))
+    compute = torch.float64 if is_wide and not is_narrow else torch.float32
     casts = _cast(of_source, of_target, compute, or_same=True), _cast(of_target, of_source, compute)
     rounded = ""
     if of_source is not None and of_target is not None and of_source != of_target:
@@ -293,20 +285,10 @@ def verify(
     return EXIT_OK if same else EXIT_NUMERICS
 
 
-def _computed_with(side: Side, read: torch.dtype | None) -> torch.dtype | None:
-    own = side.dtype
-    return own if own is not None and read is not None and own.itemsize < read.itemsize else read
-
-
 def _cast(own: torch.dtype | None, other: torch.dtype | None, compute: torch.dtype, *, or_same: bool = False) -> Cast:
-    if (
-        own is None
-        or other is None
-        or other.itemsize > own.itemsize
-        or (other.itemsize == own.itemsize and not or_same)
-    ):
-        return lambda t: t.to(compute)
-    return lambda t: t.to(other).to(compute)  # as the conversion has rounded the other side's weights
+    if own and other and (other.itemsize < own.itemsize or (or_same and other.itemsize == own.itemsize)):
+        return lambda t: t.to(other).to(compute)  # as the conversion has rounded the other side's weights
+    return lambda t: t.to(compute)
 
 
 def _name(dtype: torch.dtype) -> str:

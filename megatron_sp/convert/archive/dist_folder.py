@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
-from megatron_sp.convert.archive.torch_files import MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile, read_records
+from megatron_sp.convert.archive.torch_files import MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile, attributes_of
 
-from megatron_sp.convert.archive.torch_files import require_dtype  # isort: skip
+from megatron_sp.convert.archive.torch_files import read_records, require_dtype  # isort: skip
 from megatron_sp.convert.archive.torch_writer import LazyTensor, TreeWriter, append_torch_file
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
@@ -164,7 +164,7 @@ class DistFolder:
             raise self._damaged(f"{name[:200]!r} is a tensor without shape, dtype or chunks")
         stored = []
         for chunk in chunks:
-            attributes = chunk.attributes if isinstance(chunk, Object) else {}
+            attributes = attributes_of(chunk)
             offsets, sizes = attributes.get("offsets"), attributes.get("sizes")
             if not (_are_counts(offsets) and _are_counts(sizes)):
                 raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")

@@ -146,15 +146,6 @@ def read_directory(window: Window) -> tuple[list[Entry], bytes]:
     return entries, by_name[f"{root}/data.pkl"].small(window)
 
 
-def storage_entry(entries: list[Entry], window: Window, place: int, num_bytes: int) -> Entry:
-    """Return the entry that is a storage, after checking its size and that it begins where torch says."""
-    entry = entries[max(0, bisect_right(entries, place, key=lambda entry: entry.header) - 1)]
-    if entry.start(window) != place or entry.size != num_bytes:
-        raise CheckpointError(f"{window.where}: {entry.name[:200]!r} has {entry.size:,} bytes, and a storage of"
-                              f" {num_bytes:,} should be at byte {place:,}: it is damaged")  # fmt: skip
-    return entry
-
-
 MEMORY_OF_PICKLE = 32  # bytes of memory for each byte of a pickle, about
 MAX_VALUES = 1 << 22  # of a small pickle, with shared ones counted at every place
 MAX_DEPTH = 100  # levels of nesting; checkpoints have some ten
@@ -205,6 +196,11 @@ class Object:
     @property
     def attributes(self) -> dict[str, Any]:
         return self.state if isinstance(self.state, dict) else {}
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of another program; none of anything else."""
+    return value.attributes if isinstance(value, Object) else {}
 
 
 def _record_class(name: str) -> type[Object]:
@@ -299,19 +295,6 @@ def _guarded(where: str, num_bytes: int) -> Iterator[None]:
                 text = text.splitlines()[0][:200]
                 problem = f"cannot be read ({text}): it is cut short or damaged"
             raise CheckpointError(f"{where}: its pickle {problem}. {_WAY_OUT}") from None
-
-
-@contextlib.contextmanager
-def _only(known: list[Any]) -> Iterator[None]:
-    # Megatron, if it is imported, has allowed torch's loader real classes for the whole process.
-    before = serialization.get_safe_globals()
-    serialization.clear_safe_globals()
-    try:
-        serialization.add_safe_globals(known)
-        yield
-    finally:
-        serialization.clear_safe_globals()
-        serialization.add_safe_globals(before)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -468,13 +451,20 @@ class TorchFile:
                                   " pickle_protocol")  # fmt: skip
         names = {f"{_RENAMED.get(m.decode(), m.decode())}.{n.decode()}" for m, n in _GLOBAL.findall(data)}
         names = {name for name in names if name in _SINGLE or name in _MAKERS or name.startswith(_FAMILIES)}
-        known = [(_MAKERS.get(name) or _record_class(name), name) for name in sorted(names)]
+        known: list[Any] = [(_MAKERS.get(name) or _record_class(name), name) for name in sorted(names)]
         # tensors of a zip file take no memory on the meta device; those of an older one are read now
         device, room = ("meta", len(data)) if self._entries else ("cpu", len(data) + window.size // MEMORY_OF_PICKLE)
         window.seek(0)
         file = io.BufferedReader(window)
-        with _guarded(window.where, room), _only(known):  # in this order: the first one takes the lock
-            loaded = serialization.load(file, map_location=device, weights_only=True)
+        with _guarded(window.where, room):  # which takes the lock
+            before = serialization.get_safe_globals()
+            serialization.clear_safe_globals()  # Megatron, if it is imported, has allowed torch's loader real classes
+            try:
+                serialization.add_safe_globals(known)
+                loaded = serialization.load(file, map_location=device, weights_only=True)
+            finally:
+                serialization.clear_safe_globals()
+                serialization.add_safe_globals(before)  # type: ignore[arg-type]
         if not self._entries and file.tell() != window.size:
             raise CheckpointError(f"{window.where} has {window.size:,} bytes, its storages end at byte {file.tell():,}:"
                                   " it is cut short or damaged")  # fmt: skip
@@ -511,7 +501,11 @@ class TorchFile:
                 elements: Any = torch.empty(0, dtype=record.dtype)
                 elements.set_(self._storages[record.storage], first, record.shape, record.stride)
                 return elements  # type: ignore[no-any-return]
-            entry = storage_entry(self._entries, window, record.storage, record.num_bytes)
+            place, num_bytes = record.storage, record.num_bytes
+            entry = self._entries[max(0, bisect_right(self._entries, place, key=lambda entry: entry.header) - 1)]
+            if entry.start(window) != place or entry.size != num_bytes:
+                raise CheckpointError(f"{window.where}: {entry.name[:200]!r} has {entry.size:,} bytes, and a storage of"
+                                      f" {num_bytes:,} should be at byte {place:,}: it is damaged")  # fmt: skip
             flat = torch.empty(span, dtype=record.dtype)
             crc = window.fill(memory_of(flat), record.storage + first * record.dtype.itemsize)
             if span * record.dtype.itemsize == entry.size:

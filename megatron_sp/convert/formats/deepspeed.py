@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class MegatronDeepSpeed:
         return any(path.glob("*_model_states.pt")) or any(path.glob("*/*_model_states.pt"))
 
     def read(self, path: Path, options: Options) -> Model:
-        ranks = Loader(find(path, options.step), moments=options.optimizer).load()
+        ranks = Ranks(find(path, options.step), moments=options.optimizer)
         folder, states, kept = ranks.folder, ranks.states, ranks.kept
         settings, first, notes = Settings(states.args, str(states.path)), ranks.names(0), list[str]()
         num_layers = len({name.split(".")[2] for name in first if ".layers." in name})
@@ -121,22 +121,134 @@ def _order(ranks: Ranks, config: ModelConfig, options: Options) -> QkvOrder:
                       " wrote it, --qkv-layout interleaved if an earlier one did")  # fmt: skip
 
 
-@dataclass
 class Ranks:
-    """Contents of a whole checkpoint, by tensor parallel rank."""
+    """All tensors of a step folder, located without reading them: one set for each tensor parallel rank.
 
-    folder: StepFolder
-    states: ModelStates  # model states of the first file
-    tp: int  # number of tensor parallel ranks
-    modules: dict[str, Stored] = field(default_factory=dict)  # the model's own weights, possibly in 16 bits
-    # dtypes of the model's own weights, also of those that only the optimizer stores
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    kept: dict[str, dict[str, Stored | Share]] = field(default_factory=dict)  # the optimizer's tensors, by kind
-    step: int | None = None  # updates of the optimizer; None: unknown
-    loss_scale: LossScale | None = None  # loss scale of fp16; None: there is none
-    dropped: list[Fate] = field(default_factory=list)  # tensors that do not belong to the model
-    shown: dict[str, str] = field(default_factory=dict)  # names used in the files
-    vocab_size: int | None = None  # number of entries without padding, if the files state it
+    Data parallel ranks, pipeline stages and universal folders are resolved here: the names are those of a Megatron
+    checkpoint of as many ranks, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``.
+    """
+
+    def __init__(self, folder: StepFolder, *, moments: bool) -> None:
+        self.modules: dict[str, Stored] = {}  # the model's own weights, possibly in 16 bits
+        # dtypes of the model's own weights, also of those that only the optimizer stores
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.kept: dict[str, dict[str, Stored | Share]] = {}  # the optimizer's tensors, by kind
+        self.step: int | None = None  # updates of the optimizer; None: unknown
+        self.loss_scale: LossScale | None = None  # loss scale of fp16; None: there is none
+        self.dropped: list[Fate] = []  # tensors that do not belong to the model
+        self.shown: dict[str, str] = {}  # names used in the files
+        self.vocab_size: int | None = None  # number of entries without padding, if the files state it
+        self.folder, self.moments = folder, moments
+        models = folder.models or {mp: files[0] for mp, files in sorted(folder.zero_models.items())}
+        self.all_states = {mp: ModelStates.of(path) for mp, path in models.items()}
+        self.states = self.all_states[0]
+        self.layers: dict[tuple[int, str], Stored] = {}  # of files of layers: by tp rank and "layer.name"
+        for layer, by_tp in sorted(folder.layers.items()):
+            for tp_rank, path in sorted(by_tp.items()):
+                for name, item in as_dict(TorchFile(path).tree, str(path)).items():
+                    if isinstance(item, TensorRecord) and isinstance(name, str):
+                        self.layers[tp_rank, f"{layer}.{plain_name(name)}"] = Stored.all_of(item)
+        names = [name for _, name in self.layers]
+        names += [name for states in self.all_states.values() for name in (*states.module, *states.shapes)]
+        names += folder.universal
+        # with files of layers the names in them are of a pipeline, whatever they are
+        with_stages = bool(folder.layers) or is_pipeline(names)
+        num_mp = tp = len(self.all_states)
+        if folder.layers:
+            tp = len(next(iter(folder.layers.values())))
+        elif (stated := number(self.states.args.get("tensor_model_parallel_size"))) and stated >= 1:
+            tp = int(stated)
+        if num_mp % tp:
+            raise CheckpointError(f"{folder.path} has {num_mp} mp ranks, which are not a multiple of its {tp} tensor"
+                                  " parallel ranks: files are missing")  # fmt: skip
+        if num_mp != tp and not with_stages:
+            raise CheckpointError(f"{folder.path} has {num_mp} mp ranks for {tp} tensor parallel ranks, but no stages"
+                                  " of a pipeline: files are missing, or left over from another save")  # fmt: skip
+        self.tp, self.pipeline = tp, PipelineNames(set(names), str(folder.path)) if with_stages else None
+        self.stack = "encoder" if any(name.startswith("lm_head.dense.") for name in names) else "decoder"
+        self._locate()
+
+    def _locate(self) -> None:
+        folder = self.folder
+        models = folder.zero_models or {mp: {0: path} for mp, path in folder.models.items()}
+        places = [(mp, dp, path) for mp, by_dp in models.items() for dp, path in by_dp.items()]
+        require_one_save({(m, d): Written.of(path, as_dict(TorchFile(path).tree, str(path))) for m, d, path in places})
+        for (tp_rank, raw), stored in self.layers.items():
+            self._put(self.modules, tp_rank, raw, stored)
+        for mp, states in self.all_states.items():
+            for raw, record in states.module.items():
+                if not folder.zero_models or 0 not in record.shape:
+                    self._put(self.modules, mp, raw, Stored.all_of(record))
+                    continue
+                self.dropped.append(Fate(f"mp_rank_{mp:02d}: {raw}", "", _PARTITIONED))
+                if (name := self._name(raw, mp // self.tp)) is not None:
+                    self.dtypes[prefix_of(mp % self.tp) + name] = dtype_of(record)
+        self.dtypes |= {name: stored.info.dtype for name, stored in self.modules.items()}
+        if folder.universal:
+            self._add_universal()
+        elif folder.optimizers:
+            self._add_zero()
+        elif folder.zero_models:
+            raise CheckpointError(f"{folder.path} is of ZeRO stage 3, where the weights are in the files"
+                                  " *_optim_states.pt, and there are none: copy them too")  # fmt: skip
+
+    def _name(self, raw: str, stage: int) -> str | None:
+        name = self.pipeline.translate(raw, first_stage=stage == 0) if self.pipeline else raw
+        return None if name is None else canonical(name, self.stack)
+
+    def _put(self, into: dict[str, Any], mp: int, raw: str, stored: Stored | Share) -> None:
+        """Add a tensor under our name, unless it is an unused copy."""
+        stage, tp_rank = divmod(mp, self.tp)
+        name, shown = self._name(raw, stage), f"mp_rank_{mp:02d}: {raw}"
+        if name is None:
+            if into is self.modules or into is self.kept.get(MASTER):
+                self.dropped.append(Fate(shown, "", _UNUSED_COPY))
+            return
+        full = prefix_of(tp_rank) + name
+        if full in into:
+            raise CheckpointError(f"{self.folder.path}: {shown} is there twice, as {self.shown[full]} too: it is"
+                                  " a mixture of two saves")  # fmt: skip
+        into[full] = stored
+        self.shown.setdefault(full, shown)
+
+    def _add_zero(self) -> None:
+        for mp, states in self.all_states.items():
+            of_all = [states]
+            if self.folder.zero_models:
+                require_devices(self.folder.zero_models[mp], self.folder.optimizers[mp])
+                others = sorted(self.folder.zero_models[mp].items()) if states.frozen_shapes else ()
+                of_all += [ModelStates.of(path) for rank, path in others if rank]
+            first, by_kind = gather(of_all, self.folder.optimizers[mp], moments=self.moments)
+            if mp and first.step != self.step:
+                raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {first.step}"
+                                      f" steps, that of mp_rank_00 {self.step}: the files are of different"
+                                      " saves")  # fmt: skip
+            self.step, self.loss_scale = first.step, first.loss_scale
+            for kind, tensors in by_kind.items():
+                into = self.kept.setdefault(kind, {})
+                for raw, stored in tensors.items():
+                    self._put(into, mp, raw, stored)
+
+    def _add_universal(self) -> None:
+        info = self.states.settings.get("universal_checkpoint_info")
+        info = info if isinstance(info, dict) else {}
+        original, padded = (number(info.get(name)) for name in ("original_vocab_size", "padded_vocab_size"))
+        shapes: dict[str, Shape] = {}
+        for states in reversed(self.all_states.values()):
+            shapes |= {**{name: record.shape for name, record in states.module.items()}, **states.shapes}
+        for raw, folder in self.folder.universal.items():
+            if not (folder / FILES[MASTER]).exists():
+                raise CheckpointError(f"{folder} has no {FILES[MASTER]}: the checkpoint is incomplete")
+            for kind, file in FILES.items():
+                if (kind == MASTER or self.moments) and (folder / file).exists():
+                    shares = read_parameter(folder / file, shapes.get(raw), self.tp, int(padded) if padded else None)
+                    for tp_rank, share in enumerate(shares):
+                        self._put(self.kept.setdefault(kind, {}), tp_rank, raw, share)
+        path = next(iter(self.folder.universal.values())) / "step.pt"
+        self.step = whole(TorchFile(path).tree) if path.exists() else None
+        if (path := self.folder.path / "zero" / "optimizer_state.pt").exists():
+            self.loss_scale = scale_of_deepspeed(as_dict(TorchFile(path).tree, str(path)).get("loss_scaler"))
+        self.vocab_size = int(original) if original else None
 
     def computed_in(self, name: str, stored: torch.dtype) -> torch.dtype:
         """Return the dtype of a weight in the model, given the dtype of its stored copy, which is no narrower."""
@@ -152,128 +264,6 @@ class Ranks:
         """Return the shapes of a rank's tensors by our names."""
         prefix, everything = prefix_of(tp_rank), {**self.modules, **self.kept.get(MASTER, {})}
         return {name.removeprefix(prefix): x.info.shape for name, x in everything.items() if name.startswith(prefix)}
-
-
-class Loader:
-    """Loader of a step folder in any layout: one set of tensors for each tensor parallel rank.
-
-    Data parallel ranks, pipeline stages and universal folders are resolved here: the names are those of a Megatron
-    checkpoint of as many ranks, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``.
-    """
-
-    def __init__(self, folder: StepFolder, *, moments: bool) -> None:
-        self.folder, self.moments = folder, moments
-        models = folder.models or {mp: files[0] for mp, files in sorted(folder.zero_models.items())}
-        self.states = {mp: ModelStates.of(path) for mp, path in models.items()}
-        self.layers: dict[tuple[int, str], Stored] = {}  # of files of layers: by tp rank and "layer.name"
-        for layer, by_tp in sorted(folder.layers.items()):
-            for tp_rank, path in sorted(by_tp.items()):
-                for name, item in as_dict(TorchFile(path).tree, str(path)).items():
-                    if isinstance(item, TensorRecord) and isinstance(name, str):
-                        self.layers[tp_rank, f"{layer}.{plain_name(name)}"] = Stored.all_of(item)
-        raw = [name for _, name in self.layers]
-        raw += [name for states in self.states.values() for name in (*states.module, *states.shapes)]
-        raw += folder.universal
-        # with files of layers the names in them are of a pipeline, whatever they are
-        with_stages = bool(folder.layers) or is_pipeline(raw)
-        num_mp = tp = len(self.states)
-        if folder.layers:
-            tp = len(next(iter(folder.layers.values())))
-        elif (stated := number(self.states[0].args.get("tensor_model_parallel_size"))) and stated >= 1:
-            tp = int(stated)
-        if num_mp % tp:
-            raise CheckpointError(f"{folder.path} has {num_mp} mp ranks, which are not a multiple of its {tp} tensor"
-                                  " parallel ranks: files are missing")  # fmt: skip
-        if num_mp != tp and not with_stages:
-            raise CheckpointError(f"{folder.path} has {num_mp} mp ranks for {tp} tensor parallel ranks, but no stages"
-                                  " of a pipeline: files are missing, or left over from another save")  # fmt: skip
-        self.tp, self.pipeline = tp, PipelineNames(set(raw), str(folder.path)) if with_stages else None
-        self.stack = "encoder" if any(name.startswith("lm_head.dense.") for name in raw) else "decoder"
-        self.ranks = Ranks(folder, self.states[0], tp)
-
-    def load(self) -> Ranks:
-        """Locate all tensors, without reading them."""
-        folder, ranks = self.folder, self.ranks
-        models = folder.zero_models or {mp: {0: path} for mp, path in folder.models.items()}
-        places = [(mp, dp, path) for mp, by_dp in models.items() for dp, path in by_dp.items()]
-        require_one_save({(m, d): Written.of(path, as_dict(TorchFile(path).tree, str(path))) for m, d, path in places})
-        for (tp_rank, raw), stored in self.layers.items():
-            self._put(ranks.modules, tp_rank, raw, stored)
-        for mp, states in self.states.items():
-            for raw, record in states.module.items():
-                if not folder.zero_models or 0 not in record.shape:
-                    self._put(ranks.modules, mp, raw, Stored.all_of(record))
-                    continue
-                ranks.dropped.append(Fate(f"mp_rank_{mp:02d}: {raw}", "", _PARTITIONED))
-                if (name := self._name(raw, mp // self.tp)) is not None:
-                    ranks.dtypes[prefix_of(mp % self.tp) + name] = dtype_of(record)
-        ranks.dtypes |= {name: stored.info.dtype for name, stored in ranks.modules.items()}
-        if folder.universal:
-            self._add_universal()
-        elif folder.optimizers:
-            self._add_zero()
-        elif folder.zero_models:
-            raise CheckpointError(f"{folder.path} is of ZeRO stage 3, where the weights are in the files"
-                                  " *_optim_states.pt, and there are none: copy them too")  # fmt: skip
-        return ranks
-
-    def _name(self, raw: str, stage: int) -> str | None:
-        name = self.pipeline.translate(raw, first_stage=stage == 0) if self.pipeline else raw
-        return None if name is None else canonical(name, self.stack)
-
-    def _put(self, into: dict[str, Any], mp: int, raw: str, stored: Stored | Share) -> None:
-        """Add a tensor under our name, unless it is an unused copy."""
-        stage, tp_rank = divmod(mp, self.tp)
-        name, shown = self._name(raw, stage), f"mp_rank_{mp:02d}: {raw}"
-        if name is None:
-            if into is self.ranks.modules or into is self.ranks.kept.get(MASTER):
-                self.ranks.dropped.append(Fate(shown, "", _UNUSED_COPY))
-            return
-        full = prefix_of(tp_rank) + name
-        if full in into:
-            raise CheckpointError(f"{self.folder.path}: {shown} is there twice, as {self.ranks.shown[full]} too: it is"
-                                  " a mixture of two saves")  # fmt: skip
-        into[full] = stored
-        self.ranks.shown.setdefault(full, shown)
-
-    def _add_zero(self) -> None:
-        for mp, states in self.states.items():
-            of_all = [states]
-            if self.folder.zero_models:
-                require_devices(self.folder.zero_models[mp], self.folder.optimizers[mp])
-                others = sorted(self.folder.zero_models[mp].items()) if states.frozen_shapes else ()
-                of_all += [ModelStates.of(path) for rank, path in others if rank]
-            first, by_kind = gather(of_all, self.folder.optimizers[mp], moments=self.moments)
-            if mp and first.step != self.ranks.step:
-                raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {first.step}"
-                                      f" steps, that of mp_rank_00 {self.ranks.step}: the files are of different"
-                                      " saves")  # fmt: skip
-            self.ranks.step, self.ranks.loss_scale = first.step, first.loss_scale
-            for kind, tensors in by_kind.items():
-                into = self.ranks.kept.setdefault(kind, {})
-                for raw, stored in tensors.items():
-                    self._put(into, mp, raw, stored)
-
-    def _add_universal(self) -> None:
-        info = self.ranks.states.settings.get("universal_checkpoint_info")
-        info = info if isinstance(info, dict) else {}
-        original, padded = (number(info.get(name)) for name in ("original_vocab_size", "padded_vocab_size"))
-        shapes: dict[str, Shape] = {}
-        for states in reversed(self.states.values()):
-            shapes |= {**{name: record.shape for name, record in states.module.items()}, **states.shapes}
-        for raw, folder in self.folder.universal.items():
-            if not (folder / FILES[MASTER]).exists():
-                raise CheckpointError(f"{folder} has no {FILES[MASTER]}: the checkpoint is incomplete")
-            for kind, file in FILES.items():
-                if (kind == MASTER or self.moments) and (folder / file).exists():
-                    shares = read_parameter(folder / file, shapes.get(raw), self.tp, int(padded) if padded else None)
-                    for tp_rank, share in enumerate(shares):
-                        self._put(self.ranks.kept.setdefault(kind, {}), tp_rank, raw, share)
-        path = next(iter(self.folder.universal.values())) / "step.pt"
-        self.ranks.step = whole(TorchFile(path).tree) if path.exists() else None
-        if (path := self.folder.path / "zero" / "optimizer_state.pt").exists():
-            self.ranks.loss_scale = scale_of_deepspeed(as_dict(TorchFile(path).tree, str(path)).get("loss_scaler"))
-        self.ranks.vocab_size = int(original) if original else None
 
 
 def _weights(ranks: Ranks, *, wide: bool) -> Store:

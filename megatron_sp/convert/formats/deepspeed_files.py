@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, attributes_of
 from megatron_sp.convert.model import require_inside
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import read_small_file
@@ -185,8 +185,7 @@ class ModelStates:
     @property
     def args(self) -> dict[str, Any]:
         """The arguments of the training; empty if there are none."""
-        args = self.settings.get("args")
-        return args.attributes if isinstance(args, Object) else {}
+        return attributes_of(self.settings.get("args"))
 
     @property
     def shapes(self) -> Shapes:

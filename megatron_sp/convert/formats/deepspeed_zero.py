@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
+from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile, attributes_of, require_dtype
 from megatron_sp.convert.copies import Store, TensorInfo
 from megatron_sp.convert.formats.counters import scale_of_deepspeed, whole
 from megatron_sp.convert.formats.deepspeed_files import ModelStates, Shapes, as_dict, number, plain_name
@@ -390,7 +390,7 @@ def _fragments(value: Any, path: Path) -> list[dict[str, tuple[int, int]]]:
     for group in value if isinstance(value, list) else []:
         by_name = {}
         for name, item in as_dict(group, f"{path}, param_slice_mappings").items():
-            attributes = item.attributes if isinstance(item, Object) else {}
+            attributes = attributes_of(item)
             start, count = attributes.get("start"), attributes.get("numel")
             if not (isinstance(start, int) and isinstance(count, int) and start >= 0 and count >= 0):
                 raise CheckpointError(f"{path}: param_slice_mappings has {str(item)[:100]} where a start and a number"
@@ -507,8 +507,7 @@ def _blocks(path: Path, tree: dict[Any, Any], record: TensorRecord) -> tuple[int
                                   " not possible: it is damaged")  # fmt: skip
         return dim, [record.shape[dim] // count] * count
     # SubparamShape(patterns, shape, partition_dim): its shape contains the sizes of the blocks
-    spec = tree["sub_param_shape"]
-    attributes = spec.attributes if isinstance(spec, Object) else {}
+    attributes = attributes_of(tree["sub_param_shape"])
     dim, shape = attributes.get("partition_dim"), attributes.get("shape")
     if isinstance(dim, int) and isinstance(shape, tuple) and 0 <= dim < min(len(shape), len(record.shape)):
         sizes = [shape[dim]] if isinstance(shape[dim], int) else shape[dim] if isinstance(shape[dim], tuple) else []

@@ -100,7 +100,7 @@ class Megatron:
         if settings.document == {}:
             notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's"
                          " defaults")  # fmt: skip
-        iteration, consumed = opened.common("iteration"), opened.args.get("consumed_train_samples")
+        iteration, consumed = opened.files[0].tree.get("iteration"), opened.args.get("consumed_train_samples")
         consumed = consumed if is_count(consumed) else 0
         return Model(
             config, Gathered(correspondence, store), step=iteration if is_count(iteration) else 0,
@@ -117,7 +117,7 @@ class Megatron:
 
 
 def _order(opened: Opened, config: ModelConfig, options: Options, notes: list[str]) -> QkvOrder:
-    version, where = opened.common("checkpoint_version"), opened.files[0].file.path
+    version, where = opened.files[0].tree.get("checkpoint_version"), opened.files[0].file.path
     if options.qkv_layout is not None:
         order: QkvOrder = options.qkv_layout
     elif version is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.archive.dist_folder import DistFolder, DistFolderWriter, NewChunk
-from megatron_sp.convert.archive.torch_files import Object, TorchFile, require_dtype
+from megatron_sp.convert.archive.torch_files import TorchFile, attributes_of, require_dtype
 from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered, LastRead, Scattered, Shape, Store, TensorInfo
 
@@ -89,8 +89,7 @@ class MegatronDist:
         if not isinstance(common, dict):
             raise CheckpointError(f"{folder}: the common state must be a dict, found a {type(common).__name__}")
         num_updates, loss_scale = of_megatron(common)
-        args = common.get("args")
-        document = args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {}
+        document = attributes_of(common.get("args"))
         if document.get("ckpt_format") == "fsdp_dtensor" or any(n.startswith("model.module.") for n in dist.tensors):
             raise CheckpointError(f"{folder} is of Megatron's FSDP (fsdp_dtensor), which cannot be converted: save it"
                                   " as torch_dist")  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
+from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile, attributes_of, require_dtype
 from megatron_sp.convert.copies import Store, TensorInfo
 from megatron_sp.convert.formats.megatron_layout import Shard, canonical
 from megatron_sp.convert.model import require_inside
@@ -97,7 +97,7 @@ def rank_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1
 # Settings of the model and counters are the same on all ranks; where stages have no weight in common, nothing else
 # distinguishes the files of two runs.
 WAY_OUT = "files were renamed, or copied from another rank: copy them anew"
-_COUNTERS = ("iteration", "global_steps", "global_samples", "skipped_steps")
+_COUNTERS = ("iteration", "global_steps", "global_samples", "skipped_steps", "checkpoint_version")
 _ARGUMENTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_key_value_heads",
     "kv_channels", "seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by",
@@ -116,12 +116,11 @@ class Written(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, tree: Mapping[Any, Any]) -> Written:
-        args = tree.get("args")
-        stored = args.attributes if isinstance(args, Object) else {}
-        entries = [(name, tree[name]) for name in _COUNTERS if name in tree]
-        entries += [(name, stored[name]) for name in _ARGUMENTS if name in stored]
-        plain = {name: value for name, value in entries if isinstance(value, int | float | str | None)}
-        rank = stored.get("rank")
+        args = attributes_of(tree.get("args"))
+        entries = {name: tree[name] for name in _COUNTERS if name in tree}
+        entries |= {name: args[name] for name in _ARGUMENTS if name in args}
+        plain = {name: value for name, value in entries.items() if isinstance(value, int | float | str | None)}
+        rank = args.get("rank")
         return cls(path, rank if is_count(rank) else None, plain)
 
 
@@ -223,16 +222,6 @@ class Opened:
     ep: int  # ranks that share the experts
     is_legacy: bool  # the names are those of Megatron-LM before its core
 
-    def common(self, key: str) -> Any:
-        """Return a value that must be the same on all ranks."""
-        values = [file.tree.get(key) for file in self.files]
-        other = next((i for i, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise CheckpointError(f"{self.files[other].file.path}: {key} is {str(values[other])[:60]}, and"
-                                  f" {str(values[0])[:60]} in {self.files[0].file.path}: these are files of different"
-                                  " checkpoints")  # fmt: skip
-        return values[0]
-
     def shards(self) -> list[Shard]:
         """Return the layers of each chunk; virtual stages are interleaved over the ranks and may differ in number."""
         by_key = {(c.number, c.rank.pp_rank, c.rank.ep_rank, c.rank.tp_rank): c for c in self.chunks}
@@ -263,8 +252,7 @@ def open_ranks(folders: list[RankFolder]) -> Opened:
             raise CheckpointError(f"{opened.path} holds a {type(opened.tree).__name__}, not the dict that Megatron"
                                   " writes")  # fmt: skip
         files.append(RankFile(rank, opened, opened.tree))
-    saved = files[0].tree.get("args")
-    args = saved.attributes if isinstance(saved, Object) and saved.name == "argparse.Namespace" else {}
+    args = attributes_of(files[0].tree.get("args"))
     ep, pp = args.get("expert_model_parallel_size"), args.get("pipeline_model_parallel_size")
     if isinstance(ep, int) and ep > 1 and not (isinstance(pp, int) and pp > 1):
         # without stages the second number of a folder's name is that of the share of the experts

@@ -59,7 +59,7 @@ def test_our_model_and_transformers_agree(tmp_path: Path, name: str) -> None:
 def test_without_transformers_the_check_is_said_to_be_a_weak_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, folder = converted(tmp_path, "gpt2", torch.float64)
     assert "in float64" in compared(run, folder)[1]
-    monkeypatch.setattr(sides, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(sides, "host_memory_bytes", lambda: 1000)
     assert "without an independent reference: transformers would take" in compared(run, folder)[1]
     monkeypatch.setattr(sides.availability, "installed", lambda name: Kernel(name, False))
     code, told = compared(run, folder)
