@@ -91,23 +91,8 @@ def test_bytes_and_pieces_with_a_mark_for_spaces_have_the_ids_of_llama_tokenizer
 def test_a_folder_of_berts_has_the_ids_of_bert_tokenizer(lowers: bool, tmp_path: Path) -> None:
     """By tokenizer.json, and by vocab.txt with what tokenizer_config.json says of case."""
     pieces = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "the",
-        "quick",
-        "lower",
-        "UPPER",
-        "upper",
-        "##s",
-        "dog",
-        ".",
-        "na",
-        "##ive",
-        "The",
-    ]
+        "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "lower", "UPPER", "upper", "##s", "dog", ".", "na", "##ive", "The",
+    ]  # fmt: skip
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("".join(f"{piece}\n" for piece in pieces))
     theirs = transformers.BertTokenizerFast(vocab={piece: i for i, piece in enumerate(pieces)}, do_lower_case=lowers)

@@ -20,18 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
+from support import megatron_files
 
 Tensors = dict[str, Tensor]
-LAYER = [
-    ("input_layernorm", "input_layernorm"), ("self_attention.linear_qkv", "self_attention.query_key_value"),
-    ("self_attention.linear_proj", "self_attention.dense"), ("pre_mlp_layernorm", "post_attention_layernorm"),
-    ("mlp.linear_fc1", "mlp.dense_h_to_4h"), ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
-]  # fmt: skip
-BEHIND = {
-    "final_layernorm": "language_model.encoder.final_layernorm", "pooler.dense": "language_model.pooler.dense",
-    "output_layer.weight": "language_model.output_layer.weight", "output_layer.bias": "lm_head.bias", "lm_head.dense": "lm_head.dense",
-    "lm_head.layernorm": "lm_head.layernorm", "binary_head": "binary_head",
-}  # fmt: skip
 NESTED = (
     "language_model.embedding.word_embeddings.", "language_model.embedding.position_embeddings.", "language_model.encoder.",
     "language_model.embedding.tokentype_embeddings.", "language_model.pooler.", "language_model.output_layer.", "lm_head.", "binary_head.",
@@ -141,38 +132,10 @@ def arguments(c: ModelConfig, how: Save) -> Namespace:
     return Namespace(**{**values, **how.args})
 
 
-def qkv_rows(full: Tensor, c: ModelConfig, how: Save, rank: int) -> Tensor:
-    """A rank's rows, head by head."""
-    n, g, d = c.num_attention_heads or 0, c.num_groups, c.head_dim
-    r = n // g
-
-    def head(number: int) -> Tensor:
-        return full[number * d : (number + 1) * d]
-
-    mine = range(rank * g // how.tp, (rank + 1) * g // how.tp)
-    q = [[head(group * (r + 2) + i) for i in range(r)] for group in mine]
-    k, v = ([head(group * (r + 2) + r + part) for group in mine] for part in range(2))
-    if how.order == "flat":
-        return torch.cat([*(one for of_group in q for one in of_group), *k, *v])
-    return torch.cat([one for i in range(len(mine)) for one in (*q[i], k[i], v[i])])
-
-
 def share(name: str, full: Tensor, c: ModelConfig, how: Save, rank: int) -> Tensor:
     """A rank's part of a parameter, by our name."""
-    if name.startswith(("embedding.word_embeddings", "output_layer")):
-        unit = how.divisible_by * how.tp
-        padded = torch.full((math.ceil(full.shape[0] / unit) * unit, *full.shape[1:]), how.filler)
-        padded[: full.shape[0]] = full
-        return padded.chunk(how.tp)[rank].clone()
-    if ".linear_qkv." in name:
-        return qkv_rows(full, c, how, rank)
-    if ".linear_fc1." in name and c.swiglu:
-        return torch.cat([half.chunk(how.tp)[rank] for half in full.chunk(2)])
-    if ".linear_fc1." in name:
-        return full.chunk(how.tp)[rank].clone()
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return full.chunk(how.tp, dim=1)[rank].clone()
-    return full.clone()
+    kind = megatron_files.Kind("legacy", how.tp, order=how.order, divisible_by=how.divisible_by, filler=how.filler)
+    return megatron_files.share(name, full, c, kind, rank).clone()
 
 
 def theirs(name: str) -> str:
@@ -181,13 +144,9 @@ def theirs(name: str) -> str:
         return "language_model." + name
     if ".layers." in name:
         _, _, number, rest = name.split(".", 3)
-        module, kind = rest.rsplit(".", 1)
-        return f"language_model.encoder.layers.{number}.{dict(LAYER)[module]}.{kind}"
-    bare = name.split(".", 1)[1] if name.startswith(("decoder.", "encoder.")) else name
-    for ours, other in BEHIND.items():
-        if bare.startswith(ours):
-            return other + bare.removeprefix(ours)
-    raise AssertionError(name)
+        return f"language_model.encoder.layers.{number}.{dict(megatron_files.LAYER['legacy'])[rest]}"
+    heads = {ours: other.replace("/", ".") for ours, other in megatron_files.HEADS["legacy"]}
+    return heads.get(name) or f"language_model.encoder.{name.partition('.')[2]}"
 
 
 def rank_tensors(tensors: Tensors, c: ModelConfig, how: Save, rank: int) -> Tensors:

@@ -18,52 +18,40 @@ from megatron_sp.config.schema import ModelConfig
 
 Tree = dict[str, Any]
 
+
+def _with_ends(parts: dict[str, str]) -> list[tuple[str, str]]:
+    ends = ("weight", "bias")
+    return [(f"{ours}.{end}", f"{name}{'' if name[-1] in '_/' else '.'}{end}") for ours, name in parts.items() for end in ends]
+
+
+_NORMS = {f"self_attention.{which}_layernorm": f"self_attention.{which}_layernorm" for which in "qk"}
 # (part of our name, name in the file), in the order in which Megatron's modules register them
 LAYER = {
-    "core": [("self_attention.linear_proj.weight", "self_attention.linear_proj.weight"),
-        ("self_attention.linear_proj.bias", "self_attention.linear_proj.bias"),
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        ("input_layernorm.bias", "self_attention.linear_qkv.layer_norm_bias"),
-        ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.weight"),
-        ("self_attention.linear_qkv.bias", "self_attention.linear_qkv.bias"),
-        ("self_attention.q_layernorm.weight", "self_attention.q_layernorm.weight"),
-        ("self_attention.q_layernorm.bias", "self_attention.q_layernorm.bias"),
-        ("self_attention.k_layernorm.weight", "self_attention.k_layernorm.weight"),
-        ("self_attention.k_layernorm.bias", "self_attention.k_layernorm.bias"),
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        ("pre_mlp_layernorm.bias", "mlp.linear_fc1.layer_norm_bias"),
-        ("mlp.linear_fc1.weight", "mlp.linear_fc1.weight"), ("mlp.linear_fc1.bias", "mlp.linear_fc1.bias"),
-        ("mlp.linear_fc2.weight", "mlp.linear_fc2.weight"), ("mlp.linear_fc2.bias", "mlp.linear_fc2.bias")],
-    "core-local": [(name, name) for kind in ("input_layernorm", "self_attention.linear_proj",
-        "self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm",
-        "mlp.linear_fc1", "mlp.linear_fc2") for name in (f"{kind}.weight", f"{kind}.bias")],
-    "legacy": [("input_layernorm.weight", "input_layernorm.weight"), ("input_layernorm.bias", "input_layernorm.bias"),
-        ("self_attention.linear_qkv.weight", "self_attention.query_key_value.weight"),
-        ("self_attention.linear_qkv.bias", "self_attention.query_key_value.bias"),
-        ("self_attention.linear_proj.weight", "self_attention.dense.weight"),
-        ("self_attention.linear_proj.bias", "self_attention.dense.bias"),
-        ("self_attention.q_layernorm.weight", "self_attention.q_layernorm.weight"),
-        ("self_attention.q_layernorm.bias", "self_attention.q_layernorm.bias"),
-        ("self_attention.k_layernorm.weight", "self_attention.k_layernorm.weight"),
-        ("self_attention.k_layernorm.bias", "self_attention.k_layernorm.bias"),
-        ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        ("pre_mlp_layernorm.bias", "post_attention_layernorm.bias"),
-        ("mlp.linear_fc1.weight", "mlp.dense_h_to_4h.weight"), ("mlp.linear_fc1.bias", "mlp.dense_h_to_4h.bias"),
-        ("mlp.linear_fc2.weight", "mlp.dense_4h_to_h.weight"), ("mlp.linear_fc2.bias", "mlp.dense_4h_to_h.bias")],
+    "core": _with_ends({
+        "self_attention.linear_proj": "self_attention.linear_proj", "input_layernorm": "self_attention.linear_qkv.layer_norm_",
+        "self_attention.linear_qkv": "self_attention.linear_qkv", **_NORMS, "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_",
+        "mlp.linear_fc1": "mlp.linear_fc1", "mlp.linear_fc2": "mlp.linear_fc2",
+    }),
+    "core-local": _with_ends({name: name for name in (
+        "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", *_NORMS, "pre_mlp_layernorm", "mlp.linear_fc1",
+        "mlp.linear_fc2",
+    )}),
+    "legacy": _with_ends({
+        "input_layernorm": "input_layernorm", "self_attention.linear_qkv": "self_attention.query_key_value",
+        "self_attention.linear_proj": "self_attention.dense", **_NORMS, "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    }),
 }  # fmt: skip
 HEADS = {
-    "core": [("lm_head.dense.weight", "lm_head.dense.weight"), ("lm_head.dense.bias", "lm_head.dense.bias"),
-        ("lm_head.layernorm.weight", "lm_head.layer_norm.weight"),
-        ("lm_head.layernorm.bias", "lm_head.layer_norm.bias"), ("output_layer.weight", "output_layer.weight"),
-        ("output_layer.bias", "output_layer.bias"), ("binary_head.weight", "binary_head.weight"),
-        ("binary_head.bias", "binary_head.bias"), ("pooler.dense.weight", "pooler.dense.weight"),
-        ("pooler.dense.bias", "pooler.dense.bias")],
-    "legacy": [("pooler.dense.weight", "language_model/pooler/dense.weight"),
-        ("pooler.dense.bias", "language_model/pooler/dense.bias"),
-        ("output_layer.weight", "language_model/output_layer/weight"), ("output_layer.bias", "lm_head/bias"),
-        ("lm_head.dense.weight", "lm_head/dense.weight"), ("lm_head.dense.bias", "lm_head/dense.bias"),
-        ("lm_head.layernorm.weight", "lm_head/layernorm.weight"), ("lm_head.layernorm.bias", "lm_head/layernorm.bias"),
-        ("binary_head.weight", "binary_head/weight"), ("binary_head.bias", "binary_head/bias")],
+    "core": _with_ends({
+        "lm_head.dense": "lm_head.dense", "lm_head.layernorm": "lm_head.layer_norm", "output_layer": "output_layer",
+        "binary_head": "binary_head", "pooler.dense": "pooler.dense",
+    }),
+    "legacy": [
+        *_with_ends({"pooler.dense": "language_model/pooler/dense"}), ("output_layer.weight", "language_model/output_layer/weight"),
+        ("output_layer.bias", "lm_head/bias"),
+        *_with_ends({"lm_head.dense": "lm_head/dense", "lm_head.layernorm": "lm_head/layernorm", "binary_head": "binary_head/"}),
+    ],
 }  # fmt: skip
 OLD = {"language_model/encoder": "language_model/transformer", "self_attention.": "attention."}
 
@@ -76,6 +64,7 @@ class Kind:
         version: checkpoint_version; None: not there.
         order: of the rows of q, k and v, where it is not that of the version.
         chunks: virtual pipeline stages of each rank.
+        filler: what is in rows that only pad the vocabulary.
         old: legacy names of 2020.
     """
 
@@ -87,6 +76,7 @@ class Kind:
     order: str | None = None
     divisible_by: int = 128
     old: bool = False
+    filler: float = 0.0
 
     @property
     def row_order(self) -> str:
@@ -136,7 +126,7 @@ def share(name: str, full: Tensor, c: ModelConfig, kind: Kind, t: int) -> Tensor
         return full.chunk(kind.tp, dim=1)[t]
     if "word_embeddings" in name or "output_layer" in name:
         rows = padded_rows(len(full), kind)
-        padded = torch.zeros(rows, *full.shape[1:], dtype=full.dtype)
+        padded = torch.full((rows, *full.shape[1:]), kind.filler, dtype=full.dtype)
         padded[: len(full)] = full
         return padded[t * rows // kind.tp : (t + 1) * rows // kind.tp]
     return full

@@ -68,11 +68,9 @@ def assert_read(path: Path, how: Save, expected: Model, **more: Any) -> Model:
 
 
 SAVES = {
-    "module": ("gpt2", Save()),
-    "module tp": ("llama", Save(tp=2, order="interleaved")),
+    "module": ("gpt2", Save()), "module tp": ("llama", Save(tp=2, order="interleaved")),
     "bert tp": ("megatron-bert", Save(tp=4, dtype=torch.float16, zero=2, dp=3)),
-    "zero 1": ("llama", Save(zero=1, dp=3, tp=2)),
-    "zero 1 dp 1": ("gpt2-untied", Save(zero=1)),
+    "zero 1": ("llama", Save(zero=1, dp=3, tp=2)), "zero 1 dp 1": ("gpt2-untied", Save(zero=1)),
     "zero 2 round robin": ("gpt2", Save(zero=2, dp=4, round_robin=True, order="interleaved")),
     "zero 2 aligned": ("odd", Save(zero=2, dp=3, alignment=8)),
     "zero 1 elastic": ("gpt2", Save(zero=1, dp=3, elastic=True, fragments=False)),
@@ -82,9 +80,8 @@ SAVES = {
     "pipeline": ("gpt2", Save(pp=3, tp=2)),
     "one stage": ("gpt2", Save(pipeline=True, zero=1, dp=2, first_layer=3)),
     "pipeline zero 1": ("llama", Save(pp=3, tp=2, zero=1, dp=2)),
-    "pipeline tied zero 1": ("gpt2", Save(pp=3, zero=1, dp=2)),
-    "fp32": ("gpt2", Save(dtype=torch.float32, zero=1, dp=2)),
-}
+    "pipeline tied zero 1": ("gpt2", Save(pp=3, zero=1, dp=2)), "fp32": ("gpt2", Save(dtype=torch.float32, zero=1, dp=2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SAVES)
@@ -137,12 +134,9 @@ def test_bare_tensors_of_stage_3_have_their_shapes_from_the_model_states(tmp_pat
 
 
 LAYOUTS = {
-    "module": ("gpt2", 1, "flat", False),
-    "zero1": ("llama", 2, "flat", True),
-    "universal": ("llama-tied", 2, "interleaved", True),
-    "zero1 bert": ("megatron-bert", 2, "flat", True),
-    "zero1 odd": ("gpt2-untied", 1, "interleaved", True),
-}
+    "module": ("gpt2", 1, "flat", False), "zero1": ("llama", 2, "flat", True), "universal": ("llama-tied", 2, "interleaved", True),
+    "zero1 bert": ("megatron-bert", 2, "flat", True), "zero1 odd": ("gpt2-untied", 1, "interleaved", True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

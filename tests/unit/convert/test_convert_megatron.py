@@ -224,15 +224,13 @@ def refused(capsys: pytest.CaptureFixture[str], source: Path, code: int, *more: 
         ("attention_output_gate", True, "gates the output of attention"),
         ("position_embedding_type", "yarn", "position_embedding_type is 'yarn'"),
         ("num_layers", 5, "num_layers is 5, but 2 by the tensors that are there"),
-        ("ffn_hidden_size", 23, "ffn_hidden_size is 23, but 24"),
-        ("kv_channels", 7, "do not make up"),
+        ("ffn_hidden_size", 23, "ffn_hidden_size is 23, but 24"), ("kv_channels", 7, "do not make up"),
         ("pipeline_model_parallel_size", 2, "2 x 1 ranks (tp x pp), and was written by 2 x 2"),
         ("num_attention_heads", "many", "num_attention_heads must be int"),
-        ("num_query_groups", 4, "do not make up"),
-        ("swiglu", False, "gated, and not by --swiglu"),
+        ("num_query_groups", 4, "do not make up"), ("swiglu", False, "gated, and not by --swiglu"),
         ("untie_embeddings_and_output_weights", False, "output_layer.weight"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_cannot_be_converted(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any, message: str
 ) -> None:
@@ -351,22 +349,19 @@ def test_a_release_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         ("bert", {"norm_placement": "post"}, [], "norms after attention and MLP"),
         (
-            "bert",
-            {"bert_head_activation": "gelu_tanh"},
-            [],
+            "bert", {"bert_head_activation": "gelu_tanh"}, [],
             "has not: versions before 2024 have it, as --openai-gelu; add --megatron-names legacy",
         ),
         (
             "bert",
             {"gelu_approximate": "none", "bert_head_activation": "gelu_tanh"},
-            [],
-            "than exact GELU, which Megatron has not: it cannot",
+            [], "than exact GELU, which Megatron has not: it cannot",
         ),
         ("gpt", {"disable_bias_linear": True, "gelu_approximate": "tanh"}, [], "the tanh approximation of GELU without biases"),
         ("gpt", {"num_layers": 3}, ["--target-pipeline-parallel-size", 2], "num_layers (3) must be a multiple of"),
         ("llama", {}, ["--target-tensor-parallel-size", 4], "num_query_groups (2) must be a multiple of"),
     ],
-)
+)  # fmt: skip
 def test_models_that_megatron_does_not_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str, more: dict[str, Any], words: list[Any], message: str
 ) -> None:

@@ -105,12 +105,8 @@ def test_torch_loads_what_is_written(tmp_path: Path, shape: str, tp: int, pp: in
     found: dict[str, Any] = {name: torch.full_like(t, float("nan")) for name, t in expected.items()}
     stack, layers = "encoder" if config.is_bert else "decoder", config.num_layers
     modules = (
-        "self_attention.linear_qkv",
-        "self_attention.linear_proj",
-        "self_attention.core_attention",
-        "mlp.linear_fc1",
-        "mlp.linear_fc2",
-    )
+        "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2",
+    )  # fmt: skip
     empty = {f"{stack}.layers.{m}._extra_state/shard_{i}_{layers}" for m in modules for i in range(layers or 0)}
     empty |= {f"{stack}.final_layernorm._extra_state/shard_0_1"}
     found |= dict.fromkeys(empty, "what is not there is an error")

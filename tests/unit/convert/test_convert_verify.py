@@ -111,22 +111,19 @@ def nothing(t: dict[str, Tensor]) -> None:
 
 
 MISTAKES: list[tuple[str, Callable[[dict[str, Tensor]], None], dict[str, Any], str]] = [
-    ("llama-heads", swap_q_and_k, {}, "layer 1"),
-    ("gpt2", swap_thirds, {}, "layer 1"),
+    ("llama-heads", swap_q_and_k, {}, "layer 1"), ("gpt2", swap_thirds, {}, "layer 1"),
     ("gpt2", turn("transformer.h.2.attn.c_proj.weight"), {}, "layer 2"),
     ("gpt2", drop("transformer.h.0.mlp.c_proj.bias"), {}, "layer 0"),
     ("gpt2", drop("transformer.ln_f.bias"), {}, "next-token logits"),
     ("gpt2", poison, {}, "layer 2"),
     ("gpt2", nothing, {"activation_function": "gelu"}, "layer 0"),
-    ("gpt2", nothing, {"layer_norm_epsilon": 1e-6}, "layer 0"),
-    ("llama", nothing, {"rope_theta": 5500.0}, "layer 0"),
-    ("llama", nothing, {"rms_norm_eps": 1e-5}, "layer 0"),
-    ("bert", other_second_segment, {}, "embedding"),
+    ("gpt2", nothing, {"layer_norm_epsilon": 1e-6}, "layer 0"), ("llama", nothing, {"rope_theta": 5500.0}, "layer 0"),
+    ("llama", nothing, {"rms_norm_eps": 1e-5}, "layer 0"), ("bert", other_second_segment, {}, "embedding"),
     ("bert", drop("cls.predictions.bias"), {}, "masked-token logits"),
     ("bert", drop("bert.pooler.dense.bias"), {}, "order logits"),
     ("bert-classifier", drop("classifier.bias"), {}, "class logits"),
     ("megatron-bert", turn("bert.encoder.layer.1.attention.output.dense.weight"), {}, "layer 1"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -94,12 +94,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ("chunks", "message"),
     [
         ([((0, 0), (4, 4))], "16 elements in total, the tensor has 20"),
-        ([((0, 0), (4, 4)), ((0, 1), (4, 1))], "overlaps another"),
-        ([((0, 1), (4, 5))], "outside the tensor"),
-        ([], "0 elements in total"),
+        ([((0, 0), (4, 4)), ((0, 1), (4, 1))], "overlaps another"), ([((0, 1), (4, 5))], "outside the tensor"), ([], "0 elements in total"),
         ([((0, 0), (4, 5)), ((0, 0), (0, 5))], "an empty one"),
     ],
-)
+)  # fmt: skip
 def test_chunks_must_cover_the_tensor(tmp_path: Path, chunks: list[Any], message: str) -> None:
     with DistFolderWriter(tmp_path / "a") as writer, pytest.raises(ValueError, match=f"w \\[4, 5\\]: .*{message}"):
         writer.add_tensor("w", (4, 5), torch.float32, [NewChunk(o, s, lambda s=s: torch.zeros(s)) for o, s in chunks])  # type: ignore[misc]

@@ -73,13 +73,9 @@ def a_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 VIEWS: list[Callable[[Tensor], Tensor]] = [
-    lambda x: x,
-    lambda x: x.movedim(0, -1) if x.dim() else x,
-    lambda x: x[1:] if x.dim() and x.shape[0] else x,
-    lambda x: x[..., ::2] if x.dim() else x,
-    lambda x: x.unsqueeze(0).expand(3, *x.shape),
-    lambda x: x.flatten()[-1:] if x.numel() else x,
-]
+    lambda x: x, lambda x: x.movedim(0, -1) if x.dim() else x, lambda x: x[1:] if x.dim() and x.shape[0] else x,
+    lambda x: x[..., ::2] if x.dim() else x, lambda x: x.unsqueeze(0).expand(3, *x.shape), lambda x: x.flatten()[-1:] if x.numel() else x,
+]  # fmt: skip
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 OLD = [dtype for dtype in DTYPES.values() if not str(dtype).startswith("torch.uint") or dtype == torch.uint8]
 tensors = st.builds(a_tensor, st.sampled_from(OLD), shapes, st.integers(0, 99))
@@ -199,14 +195,10 @@ CALL, GETATTR = b"cposix\nsystem\n", b"cbuiltins\ngetattr\n"
 STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04tQ"
 TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE + b"K\x00K\x04\x85K\x01\x85\x89}tR"
 HOSTILE = {
-    "REDUCE": CALL + b"COMMAND\x85R.",
-    "NEWOBJ": CALL + b"COMMAND\x85\x81.",
+    "REDUCE": CALL + b"COMMAND\x85R.", "NEWOBJ": CALL + b"COMMAND\x85\x81.",
     "STACK_GLOBAL": text("posix") + text("system") + b"\x93COMMAND\x85R.",
-    "INST": b"(COMMANDiposix\nsystem\n.",
-    "OBJ": b"(" + CALL + b"COMMANDo.",
-    "EXT1": b"\x82\x01COMMAND\x85R.",
-    "eval": b"c__builtin__\neval\nCOMMAND\x85R.",
-    "exec": b"cbuiltins\nexec\nCOMMAND\x85R.",
+    "INST": b"(COMMANDiposix\nsystem\n.", "OBJ": b"(" + CALL + b"COMMANDo.", "EXT1": b"\x82\x01COMMAND\x85R.",
+    "eval": b"c__builtin__\neval\nCOMMAND\x85R.", "exec": b"cbuiltins\nexec\nCOMMAND\x85R.",
     "import": b"cbuiltins\n__import__\n" + text("os") + b"\x85R.",
     "attribute of a module": GETATTR + b"cbuiltins\n__import__\n" + text("os") + b"\x85R" + text("system") + b"\x86RCOMMAND\x85R.",
     "getattr called twice": GETATTR + b"cbuiltins\ngetattr\n" + text("__self__") + b"\x86RCOMMAND\x85R.",
@@ -220,7 +212,7 @@ HOSTILE = {
     "module": b"(" + text("module") + b"cbuiltins\nobject\n" + text("x.py") + text("COMMAND") + b"tQ.",
     "tensor subclass": b"ctorch._tensor\n_rebuild_from_type_v2\n(" + CALL + b"ctorch\nTensor\n(COMMANDt}tR.",
     "default factory": b"ccollections\ndefaultdict\n" + CALL + b"\x85R.",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["zip", "old", "records"])
@@ -627,14 +619,12 @@ def test_tensors_of_other_kinds_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "it is empty"),
-        (b"hello", "it is something else"),
+        (b"", "it is empty"), (b"hello", "it is something else"),
         (b"x".ljust(257, b"\0") + b"ustar".ljust(300, b"\0"), "it is a tar file"),
-        (b"PK\x03\x04", "cut short or damaged"),
-        (b"\x80\x02N.N.N.N.N.", "Invalid magic number"),
+        (b"PK\x03\x04", "cut short or damaged"), (b"\x80\x02N.N.N.N.N.", "Invalid magic number"),
         (b"\x80\x02cposix\nsystem\n.", "names 'posix.system'"),
     ],
-)
+)  # fmt: skip
 def test_other_files_are_named(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match=f"a\\.pt.*{message}"):
