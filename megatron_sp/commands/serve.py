@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace, launch: Launch) -> None:
     from megatron_sp.inference.decoder import Decoder
     from megatron_sp.inference.serving.engine import Engine, Slots
     from megatron_sp.inference.serving.request import Limits
-    from megatron_sp.inference.serving.server import Front, is_loopback, open_socket, serve, warning_about
+    from megatron_sp.inference.serving.server import Api, is_loopback, open_socket, serve, warning_about
     from megatron_sp.models.gpt import GPTModel
 
     _check(options)
@@ -118,14 +118,13 @@ def _run(options: argparse.Namespace, launch: Launch) -> None:
     path = Path(options.load).resolve()
     names = (p.name for p in (path, *path.parents) if p.name != "checkpoints" and not p.name.startswith("step-"))
     name = options.served_model_name or next(names, "model")
-    front = Front(engine, tokenizer, name, limits, options.max_body_bytes, key, is_loopback(options.host))
+    api = Api(engine, tokenizer, name, limits, options.max_body_bytes, key, is_loopback(options.host))
     if warning := warning_about(options.host, has_key=key is not None):
         team.say(warning)
     host, port = door.getsockname()[:2]
-    engine.start()
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    ready = f"serving '{front.model_name}' at {url}/v1/completions"
-    serve(front, door, options.shutdown_timeout, lambda: team.say(ready))
+    ready = f"serving '{api.model_name}' at {url}/v1/completions"
+    serve(api, door, options.shutdown_timeout, lambda: team.say(ready))
     if engine.broken:
         raise PeerError(engine.broken)
     team.say("stopped")

@@ -98,7 +98,7 @@ _ORDERING = {"wait", "wait_event", "wait_stream", "synchronize", "record", "reco
 _FOLDERS = ("checkpoint", "comm", "data", "inference", "models", "ops", "optim", "parallel", "tasks", "training")
 _THREADS, _SCHEDULES = "waits for a thread", "schedules of other people's models have it, which no program here trains"
 NOT_PASSED = {
-    "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:_work": _THREADS, "training/saves.py:_finish": _THREADS,
+    "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:run": _THREADS, "training/saves.py:_finish": _THREADS,
     "training/saves.py:close": _THREADS, "training/signals.py:_watch": _THREADS,
     "parallel/mappings.py:_end": _SCHEDULES, "parallel/mappings.py:_gathered": _SCHEDULES,
     "parallel/mappings.py:_scattered_sum": _SCHEDULES, "parallel/mappings.py:_traded": _SCHEDULES,

@@ -1,20 +1,20 @@
-"""Queue of requests and the thread that processes them, with continuous batching.
+"""Continuous batching, as a task of the server's event loop.
 
-    waiting --(a free row: prefill of the prompt)--> running --(steps: one token each, in one batch)--> done
+    waiting --(a free row: its prompt is read)--> running --(steps: one token each, in one batch)--> done
 
-Requests join and leave between steps, so a short one never waits for a long one to end. While others run, at most one
-prompt is prefilled between two steps. In a batch a sequence has the tokens it has alone, up to rounding.
+Requests join and leave between steps, so a short one never waits for a long one to end; while others run, at most one
+prompt is read between two steps. In a batch a sequence has the tokens it has alone, up to rounding.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,61 +26,43 @@ from megatron_sp.inference.generation import TextStream, choose
 from megatron_sp.inference.serving.request import ApiError, Completion, Prompt
 
 _IDLE_S = 30.0  # interval of rank 0's messages to the other ranks while idle
+Piece = dict[str, Any]  # new output of a choice: an entry of ``choices`` in OpenAI's format
 
 
-@dataclass
-class TokenInfo:
-    """Entry of a token in ``logprobs``; parts of one character have the offset of that character."""
-
-    text: str
-    logprob: float | None  # None for the first token of a prompt
-    top: dict[str, float] | None
-    offset: int
-
-
-@dataclass
-class Piece:
-    """New output of choice ``index``; the text may be empty, as what may be the beginning of a stop is held back."""
-
-    index: int
-    text: str
-    tokens: list[TokenInfo] = field(default_factory=list)
-    finish: str | None = None  # "stop" or "length" at the end
-    num_new: int = 0  # generated tokens, including end-of-document
-
-
-Event = Piece | ApiError
-
-
-@dataclass(eq=False)
 class Job:
-    """A request in the engine."""
+    """A request in the engine, and its output."""
 
-    spec: Completion
-    emit: Callable[[Event], None]  # called in the engine's thread; not again after an ApiError
-    deadline: float  # time.monotonic()
-    cancelled: bool = False  # the client no longer waits; may be set at any time
+    def __init__(self, spec: Completion, timeout_s: float) -> None:
+        self.spec, self.deadline = spec, time.monotonic() + timeout_s
+        self.events: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
+        self.num_new = 0  # generated tokens, including end-of-document
+        self.cancelled = False  # nobody waits for it any more; may be set at any time
+
+    async def next(self) -> Piece:
+        """Return the next piece of any choice. Raises ApiError if the request has failed."""
+        event = await self.events.get()
+        if isinstance(event, ApiError):
+            raise event
+        return event
 
 
 class StopText:
     """Filter that passes text up to the first stop, and holds back what may be the beginning of one."""
 
-    def __init__(self, stops: Several[str]) -> None:
+    def __init__(self, stops: list[str]) -> None:
         self._stops, self._held = stops, ""
 
-    def add(self, text: str) -> tuple[str, bool]:
-        # (text that can be shown, whether a stop was found)
+    def add(self, text: str, *, at_end: bool = False) -> tuple[str, bool]:
+        """Return the text that can be shown, and whether a stop was found."""
         text, self._held = self._held + text, ""
         starts = [start for start in map(text.find, self._stops) if start >= 0]
         if starts:
             return text[: min(starts)], True
         keep = max((k for stop in self._stops for k in range(1, len(stop)) if text.endswith(stop[:k])), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        if at_end or not keep:
+            return text, False
+        self._held = text[-keep:]
+        return text[:-keep], False
 
 
 class Sequence:
@@ -95,45 +77,47 @@ class Sequence:
         self.wants_all_logits = self._shows_prompt and len(prompt.ids) > 1
 
     def begin(self, logits: Tensor) -> Piece:
-        # the prompt, if it is echoed, and the first token; logits of all positions [s, v] or the last [1, v]
-        text = self.prompt.text if self.spec.echo else ""
-        tokens = self._of_prompt(logits) if self._shows_prompt else []
+        """Return the prompt, if it is echoed, and the first token, from logits of all positions [s, v] or [1, v]."""
+        text, rows = self.prompt.text if self.spec.echo else "", list[tuple[Any, ...]]()
+        if self._shows_prompt:
+            ids, offset, stream = self.prompt.ids, 0, TextStream(self._tokenizer.decode)
+            for place, token in enumerate(ids):
+                first = self._tokenizer.decode(ids[:1]), None, None, 0
+                rows.append(self._describe(ids[: place + 1], logits[place - 1], offset) if place else first)
+                if place >= self.prompt.num_unwritten and (token != self._tokenizer.eod or self.prompt.has_ends):
+                    offset += len(stream.add(token))
         if self.spec.max_tokens == 0:
             self.finished = True
-            return Piece(self.index, text, tokens, "length")
-        piece = self.next(logits[-1])
-        return Piece(self.index, text + piece.text, tokens + piece.tokens, piece.finish, piece.num_new)
+            return self._piece(text, rows, "length")
+        return self.next(logits[-1], text, rows)
 
-    def next(self, logits: Tensor) -> Piece:
-        # the next token, from its logits [v]
+    def next(self, logits: Tensor, text: str = "", rows: list[tuple[Any, ...]] | None = None) -> Piece:
+        """Return the next token, from its logits [v], after the text and the tokens of an echoed prompt."""
         token = choose(logits, self.spec.sampling, self.sample, len(self.tokens))
         self.tokens.append(token)
-        is_end = token == self._tokenizer.eod
+        self.job.num_new += 1
+        rows, is_end = rows or [], token == self._tokenizer.eod
+        if not is_end and self.spec.logprobs is not None:
+            rows.append(self._describe(self.tokens, logits, self._offset))
         new = "" if is_end else self._stream.add(token)
-        text, stopped = self._stop.add(new)
-        tokens = [] if is_end or self.spec.logprobs is None else [self._describe(self.tokens, logits, self._offset)]
         self._offset += len(new)
+        shown, stopped = self._stop.add(new)
         at_limit = len(self.tokens) - len(self.prompt.ids) >= self.spec.max_tokens
+        if (is_end or at_limit) and not stopped:  # the held back text may complete a stop
+            last, stopped = self._stop.add(self._stream.flush(), at_end=True)
+            shown += last
+        self.finished = is_end or stopped or at_limit
         finish = "stop" if is_end or stopped else "length" if at_limit else None
-        if finish is not None and not stopped:  # text that was held back, which may complete a stop
-            last, stopped = self._stop.add(self._stream.flush())
-            text += last + ("" if stopped else self._stop.flush())
-            finish = "stop" if stopped else finish
-        self.finished = finish is not None
-        return Piece(self.index, text, tokens, finish, num_new=1)
+        return self._piece(text + shown, rows, finish)
 
-    def _of_prompt(self, logits: Tensor) -> list[TokenInfo]:
-        ids, offset, stream = self.prompt.ids, 0, TextStream(self._tokenizer.decode)
-        infos = [TokenInfo(self._tokenizer.decode(ids[:1]), None, None, 0)]
-        for place, token in enumerate(ids):
-            if place:
-                infos.append(self._describe(ids[: place + 1], logits[place - 1], offset))
-            if place >= self.prompt.num_unwritten and (token != self._tokenizer.eod or self.prompt.has_ends):
-                offset += len(stream.add(token))
-        return infos
+    def _piece(self, text: str, rows: list[tuple[Any, ...]], finish: str | None) -> Piece:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+        logprobs = None if self.spec.logprobs is None else columns
+        return {"text": text, "index": self.index, "logprobs": logprobs, "finish_reason": finish}
 
-    def _describe(self, tokens: list[int], logits: Tensor, offset: int) -> TokenInfo:
-        # the ``logprobs`` entry of the last token
+    def _describe(self, tokens: list[int], logits: Tensor, offset: int) -> tuple[Any, ...]:
+        # the ``logprobs`` entries of the last token
         token, before = tokens[-1], tokens[-5:-1]
         known = self._tokenizer.decode(before)
 
@@ -148,7 +132,7 @@ class Sequence:
         for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             top.setdefault(text_of(i), value)  # of those that look alike (parts of characters) the likeliest
         text, own = text_of(token), float(logprobs[token])
-        return TokenInfo(text, own, top | {text: own} if top else top, offset)
+        return text, own, top | {text: own} if top else top, offset
 
 
 class Slots:
@@ -172,7 +156,11 @@ class Slots:
 
 
 class Engine:
-    """Processes requests in a thread of its own, from ``start`` to ``stop``; ``max_queue`` sequences may wait."""
+    """The queue of requests, of which ``max_queue`` sequences may wait, and what of it the model has in its rows.
+
+    All methods but ``turn`` are called on the event loop. ``turn`` runs in a thread beside it, one at a time; the only
+    thing that changes meanwhile is that ``submit`` appends to the queue and requests are marked as cancelled.
+    """
 
     def __init__(self, slots: Slots, tokenizer: Tokenizer, max_queue: int, timeout_s: float) -> None:
         self._slots, self._tokenizer, self._timeout_s = slots, tokenizer, timeout_s
@@ -182,96 +170,108 @@ class Engine:
         self._running: list[Sequence] = []  # sequence i is in row i
         self._reading: Job | None = None  # whose prompt the model has now
         self._shared: tuple[Sequence, Tensor] | None = None  # logits of the last prompt, if more samples wait for them
-        self._changed = threading.Condition()
-        self._stopping, self.broken = False, ""
-        self._drain_until: float | None = None
-        self._thread = threading.Thread(target=self._work, args=(torch.get_num_threads(),), name="engine", daemon=True)
-        self.start = self._thread.start
+        self._has_read = False  # in the last turn: the next is a step
+        self._changed = asyncio.Event()
+        self._stopping, self.broken, self._drain_until = False, "", math.inf
 
-    # from any thread
-
-    def submit(self, spec: Completion, emit: Callable[[Event], None]) -> Job:
+    def submit(self, spec: Completion) -> Job:
         """Queue a request. Raises ApiError if the queue is full, or the server is shutting down or broken."""
-        job, new = Job(spec, emit, time.monotonic() + self._timeout_s), list[Sequence]()
+        job, new = Job(spec, self._timeout_s), list[Sequence]()
         for prompt in spec.prompts:
             new += [Sequence(job, prompt, len(new) + sample, sample, self._tokenizer) for sample in range(spec.n)]
-        with self._changed:
-            if self.broken or self._stopping or self._drain_until is not None:
-                raise _unavailable(self.broken)
-            busy = len(self._waiting) + len(self._running)
-            if busy + len(new) > self.capacity:
-                places = f"{busy} of {self.capacity} places taken, this request needs {len(new)}"
-                raise ApiError(429, f"the server has {places}: try again later", code="queue_full")
-            self._waiting.extend(new)
-            self._changed.notify()
+        if self.broken or self._stopping or self._drain_until < math.inf:
+            raise _unavailable(self.broken)
+        busy = sum(self.counts.values())
+        if busy + len(new) > self.capacity:
+            places = f"{busy} of {self.capacity} places taken, this request needs {len(new)}"
+            raise ApiError(429, f"the server has {places}: try again later", code="queue_full")
+        self._waiting.extend(new)
+        self._changed.set()
         return job
-
-    def cancel(self, job: Job) -> None:
-        # its client no longer waits or has been answered
-        job.cancelled = True
-        with self._changed:
-            self._changed.notify()
 
     def drain(self, grace_s: float) -> None:
         """Accept no more requests, and end present ones after ``grace_s``, which a second call may shorten."""
-        # without the lock, as signal handlers call it
-        until = time.monotonic() + grace_s
-        self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
+        self._drain_until = min(self._drain_until, time.monotonic() + grace_s)
 
     def stop(self) -> None:
         self._stopping = True
-        with self._changed:
-            self._changed.notify()
-        self._thread.join()
+        self._changed.set()
 
     @property
     def counts(self) -> dict[str, int]:
         return {"running": len(self._running), "waiting": len(self._waiting)}
 
-    # in the engine's thread
-
-    def _work(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # OpenMP keeps the number for each thread
-        try:
+    async def run(self) -> None:
+        """Process requests until ``stop``, or until the model fails and the state of other ranks is unknown."""
+        in_thread, num_threads = asyncio.get_running_loop().run_in_executor, torch.get_num_threads()
+        # always the same thread: OpenMP keeps the number of threads, and CUDA the device, for each
+        with ThreadPoolExecutor(1, "model", torch.set_num_threads, (num_threads,)) as thread:
             while not self._stopping:
-                with self._changed:
-                    is_idle = not (self._waiting or self._running or self._stopping)
-                    if is_idle and not self._changed.wait(_IDLE_S) and not self._stopping:
-                        self._slots.tell(["idle"])  # so that the other ranks do not time out
-                now = time.monotonic()
-                drained = self._drain_until is not None and now > self._drain_until
-                for job in self._jobs():
-                    if job.cancelled or drained:
-                        self._end(job, _unavailable())
-                    elif now > job.deadline:
-                        late = f"the request took longer than {self._timeout_s:g} s"
-                        self._end(job, ApiError(504, late, code="timeout"))
-                try:
-                    self._read_prompts()
-                    if self._running:
-                        self._take_step()
-                except Exception as error:
-                    self._fail(error)
-            for job in self._jobs():
-                self._end(job, _unavailable())
-        finally:
+                if not any(self.counts.values()):
+                    self._changed.clear()
+                    try:
+                        await asyncio.wait_for(self._changed.wait(), _IDLE_S)
+                    except asyncio.TimeoutError:  # TimeoutError itself only from Python 3.11 on
+                        await in_thread(thread, self._slots.tell, ["idle"])  # so that the other ranks do not time out
+                for job, event in await in_thread(thread, self.turn):
+                    job.events.put_nowait(event)
+            for job in {sequence.job for sequence in (*self._waiting, *self._running)}:
+                job.events.put_nowait(_unavailable())
             if not self.broken:
-                self._slots.tell(["stop"])
+                await in_thread(thread, self._slots.tell, ["stop"])
 
-    def _jobs(self) -> set[Job]:
-        with self._changed:
-            return {sequence.job for sequence in (*self._waiting, *self._running)}
+    def turn(self) -> list[tuple[Job, Piece | ApiError]]:
+        """Let the model read a prompt, or take a step with all that run; return the new output."""
+        events = self._end_jobs()
+        may_read = len(self._waiting) > 0 and len(self._running) < self._max_rows
+        self._has_read = may_read and not (self._has_read and self._running)
+        try:
+            if self._has_read:
+                self._read_prompt(events)
+            elif self._running:
+                logits = self._slots.call("step", [sequence.tokens[-1] for sequence in self._running])
+                for row in range(
+                    len(self._running) - 1, -1, -1
+                ):  # backwards: the last, which fills a freed row, is done
+                    sequence = self._running[row]
+                    events.append((sequence.job, sequence.next(logits[row])))
+                    if sequence.finished:
+                        self._drop(row)
+        except (
+            Exception
+        ) as error:  # a single process goes on; with other ranks, whose state is unknown, the engine stops
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            print(f"error: {message}", file=sys.stderr, flush=True)
+            if self._slots.has_followers:
+                self.broken, self._stopping = f"the model failed: {message}", True
+            jobs = {sequence.job for sequence in self._running}
+            for job in jobs | ({self._reading} if self._reading is not None else set()):
+                events.append((job, ApiError(500, f"the model failed: {message}", code="model_error")))
+                job.cancelled = True
+            self._running.clear()
+            self._reading = self._shared = None
+            self._slots.decoder.clear()
+        return events
 
-    def _end(self, job: Job, error: ApiError) -> None:
-        with self._changed:
-            self._waiting = deque(sequence for sequence in self._waiting if sequence.job is not job)
-        for row in range(len(self._running) - 1, -1, -1):
-            if self._running[row].job is job:
-                self._drop(row)
-        if self._shared is not None and self._shared[0].job is job:
-            self._shared = None
-        if not job.cancelled:
-            job.emit(error)
+    def _end_jobs(self) -> list[tuple[Job, Piece | ApiError]]:
+        # drop requests that are cancelled or late; ``list`` of a deque is safe while another thread appends to it
+        events, now = list[tuple[Job, Piece | ApiError]](), time.monotonic()
+        for job in {sequence.job for sequence in (*list(self._waiting), *self._running)}:
+            if not job.cancelled and now <= min(self._drain_until, job.deadline):
+                continue
+            for sequence in list(self._waiting):
+                if sequence.job is job:
+                    self._waiting.remove(sequence)
+            for row in range(len(self._running) - 1, -1, -1):
+                if self._running[row].job is job:
+                    self._drop(row)
+            if self._shared is not None and self._shared[0].job is job:
+                self._shared = None
+            late = f"the request took longer than {self._timeout_s:g} s"
+            if not job.cancelled:
+                is_drained = now > self._drain_until
+                events.append((job, _unavailable() if is_drained else ApiError(504, late, code="timeout")))
+        return events
 
     def _drop(self, row: int) -> None:
         self._slots.call("drop", row)
@@ -279,54 +279,29 @@ class Engine:
         if row < len(self._running):
             self._running[row] = last
 
-    def _read_prompts(self) -> None:
+    def _read_prompt(self, events: list[tuple[Job, Piece | ApiError]]) -> None:
+        # one prompt, for all its samples that find a row; they keep their places in the queue until then
+        has_read = False
         while self._waiting and len(self._running) < self._max_rows:
-            busy, sequence = bool(self._running), self._waiting[0]  # it keeps its place until it has a row
-            job, needs_row = sequence.job, sequence.spec.max_tokens > 1
-            self._reading, shared = job, self._shared
-            if shared is not None and shared[0].prompt is sequence.prompt:
-                logits, is_read = shared[1], True
+            sequence = self._waiting[0]
+            needs_row = sequence.spec.max_tokens > 1
+            self._reading = sequence.job
+            if self._shared is not None and self._shared[0].prompt is sequence.prompt:
+                logits = self._shared[1]
                 if needs_row:
                     self._slots.call("again")
-            else:
-                is_read = False
+            elif not has_read:
+                has_read = True
                 logits = self._slots.call("read", sequence.prompt.ids, needs_row, sequence.wants_all_logits)
+            else:
+                break
             self._shared = (sequence, logits) if sequence.sample + 1 < sequence.spec.n else None
-            with self._changed:
-                self._waiting.popleft()
-                self._running += [sequence] if needs_row else []
-            piece = sequence.begin(logits)
-            if not job.cancelled:
-                job.emit(piece)
-            self._reading = None
+            self._waiting.popleft()
+            self._running += [sequence] if needs_row else []
+            events.append((sequence.job, sequence.begin(logits)))
             if sequence.finished and needs_row:
                 self._drop(len(self._running) - 1)
-            if busy and not is_read:
-                return
-
-    def _take_step(self) -> None:
-        logits = self._slots.call("step", [sequence.tokens[-1] for sequence in self._running])
-        for row in range(len(self._running) - 1, -1, -1):  # backwards: the last, which fills a freed row, is done
-            sequence = self._running[row]
-            piece = sequence.next(logits[row])
-            if not sequence.job.cancelled:
-                sequence.job.emit(piece)
-            if sequence.finished:
-                self._drop(row)
-
-    def _fail(self, error: Exception) -> None:
-        # a single process goes on; with other ranks, whose state is unknown, the engine stops
-        message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        if self._slots.has_followers:
-            self.broken, self._stopping = f"the model failed: {message}", True
-        jobs = {sequence.job for sequence in self._running}
-        for job in jobs | ({self._reading} if self._reading is not None else set()):
-            job.emit(ApiError(500, f"the model failed: {message}", code="model_error"))
-            job.cancelled = True
-        self._running.clear()
-        self._reading = self._shared = None
-        self._slots.decoder.clear()
+        self._reading = None
 
 
 def _unavailable(text: str = "") -> ApiError:
