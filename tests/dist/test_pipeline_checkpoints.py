@@ -111,24 +111,12 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long  # masked words show the same of the weights
 def test_a_classifier_is_that_of_a_run_without_a_pipeline(bert_runs: dict[str, Path], examples: Path, tmp_path: Path) -> None:
     found = []
     for name, run in bert_runs.items():
-        flags = (
-            *NO_DROPOUT,
-            "--fp64",
-            "--num-layers",
-            4,
-            "--epochs",
-            1,
-            "--pretrained-checkpoint",
-            run,
-            "--save",
-            tmp_path / name,
-            "--log-interval",
-            1,
-        )
-        given = ("--task", "jsonl", "--train-data", examples, "--valid-data", examples, *flags)
+        flags = (*NO_DROPOUT, "--fp64", "--num-layers", 4, "--epochs", 1, "--pretrained-checkpoint", run, "--save", tmp_path / name)
+        given = ("--task", "jsonl", "--train-data", examples, "--valid-data", examples, *flags, "--log-interval", 1)
         train(tmp_path, *given, data=(), program=finetune.main).expect(0, "finetuning from")
         found.append([r["loss"] for r in records(tmp_path / name)])
     assert len(found[0]) > 1 and found[1] == pytest.approx(found[0], rel=1e-9)

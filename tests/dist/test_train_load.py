@@ -80,23 +80,16 @@ def test_what_is_missing_is_an_error_where_it_was_not_meant_to_be_missing(tmp_pa
     train(tmp_path, *pair, "--ckpt-step", 4, setup=no_model).expect(3, "has no checkpoint")
     train(tmp_path, *pair, "--skip-train", "--eval-iters", 1, setup=no_model).expect(3, "has no checkpoint")
     train(tmp_path, "--load", other, "--save", run, setup=no_model).expect(3, f"there is no {other}")
-    for name in ("latest_checkpointed_iteration.txt", "latest", "model.safetensors", "step-000002", "checkpoints/latest"):
-        foreign = tmp_path / f"with-{name.replace(chr(47), chr(45))}"
-        (foreign / name).parent.mkdir(parents=True)
-        (foreign / name).write_text("100")
-        train(tmp_path, "--load", foreign, "--save", foreign, setup=no_model).expect(3, "has no checkpoint")
+    left = tmp_path / "left"
+    (left / "checkpoints").mkdir(parents=True)
+    (left / "checkpoints" / "latest").write_text("100")
+    train(tmp_path, "--load", left, "--save", left, setup=no_model).expect(3, "has no checkpoint")
     foreign = tmp_path / "megatrons"
     (foreign / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     train(tmp_path, "--load", foreign, "--save", foreign, ranks=2, setup=no_model).expect(3, f"  megatron-sp convert --input {foreign} ")
     assert [path.name for path in foreign.rglob("*")] == ["iter_0000010", "mp_rank_00"]  # and nothing is left there
     (tmp_path / "file").write_text("x")
     train(tmp_path, "--load", tmp_path / "file", "--save", run, setup=no_model).expect(3, "is a file")
-
-
-def test_load_of_a_folder_without_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "notes.txt").touch()
-    train(tmp_path, "--load", tmp_path / "empty", setup=no_model).expect(3, "has no checkpoint", "notes.txt")
 
 
 def test_a_folder_with_checkpoints_is_not_written_into_by_another_run(run: Path, tmp_path: Path) -> None:
@@ -107,7 +100,7 @@ def test_a_folder_with_checkpoints_is_not_written_into_by_another_run(run: Path,
     assert_same_tensors(tensors(run), before)
 
 
-@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step-000006"])
+@pytest.mark.parametrize("part", ["", "checkpoints/step-000006"])
 def test_load_of_ones_own_folder_goes_on(run: Path, tmp_path: Path, part: str) -> None:
     train(tmp_path, "--save", run, "--load", run / part, *MORE).expect(0, "(step 6, 24 samples)")
     assert saved_steps(run)[-1] == 8
@@ -226,17 +219,12 @@ def test_ckpt_step_takes_the_run_back(run: Path, old: Path, tmp_path: Path) -> N
     assert saved_steps(run) == [2, 3, 4, 5, 6] and "step-000004.abandoned-" in outcome.text, "the other line is set aside, and that is said"
 
 
-def damage(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "flip":
-        data[len(data) // 2] ^= 4
-    path.write_bytes(data if how == "flip" else data[:-1]) if how != "delete" else path.unlink()
-
-
-@pytest.mark.parametrize("how", ["flip", "cut", "delete"])
-@pytest.mark.parametrize("what", ["rank00000-00000.safetensors", "state.json"])
+@pytest.mark.parametrize(("what", "how"), [("rank00000-00000.safetensors", "flip"), ("state.json", "delete")])
 def test_a_damaged_checkpoint_is_never_loaded(run: Path, old: Path, tmp_path: Path, what: str, how: str) -> None:
-    damage(run / "checkpoints" / "step-000006" / what, how)
+    path = run / "checkpoints" / "step-000006" / what
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data) if how == "flip" else path.unlink()
     flags = ("--save", run, "--auto-resume")
     outcome = train(tmp_path, *flags, ranks=2, setup=no_model).expect(3, what, "step-000006", "--resume-fallback")
     assert outcome.texts[1] == "" and status(run)["exit_code"] == 3
@@ -245,15 +233,10 @@ def test_a_damaged_checkpoint_is_never_loaded(run: Path, old: Path, tmp_path: Pa
         assert_same_tensors(tensors(run), tensors(old))
 
 
-def test_an_extra_file_is_mentioned_and_ignored(run: Path, tmp_path: Path) -> None:
+def test_an_extra_file_and_a_wrong_hint_are_mentioned_and_ignored(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints" / "latest").write_bytes(b"../../etc")
     (run / "checkpoints" / "step-000006" / "notes.txt").write_text("mine")
-    train(tmp_path, "--save", run, "--auto-resume", *MORE).expect(0, "notes.txt", "(step 6, 24 samples)")
-
-
-@pytest.mark.parametrize("hint", [b"", b"step-000099\n", b"step-000004\r\n", b"\xff\x00garbage", b"../../etc"])
-def test_latest_is_only_a_hint(run: Path, tmp_path: Path, hint: bytes) -> None:
-    (run / "checkpoints" / "latest").write_bytes(hint)
-    train(tmp_path, "--save", run, "--auto-resume", *MORE).expect(0, "(step 6, 24 samples)", "latest")
+    train(tmp_path, "--save", run, "--auto-resume", *MORE).expect(0, "notes.txt", "latest", "(step 6, 24 samples)")
 
 
 def test_every_checkpoint_damaged(run: Path, tmp_path: Path) -> None:
@@ -272,8 +255,8 @@ def test_skip_train_validates_a_checkpoint(tmp_path: Path, old: Path) -> None:
     train(tmp_path, "--save", tmp_path / "a", "--eval-iters", 3).expect(0)
     want = [(r["kind"], r["step"], r["loss_hex"]) for kind in ("valid", "test") for r in records(tmp_path / "a", kind)]
     assert len(want) == 2
-    for more in ((), ("--eval-interval", 2), ("--train-iters", 20)):
-        run = tmp_path / f"b{len(more)}{more[:1]}"
+    for more in ((), ("--eval-interval", 2, "--train-iters", 20)):
+        run = tmp_path / f"b{len(more)}"
         outcome = train(tmp_path, "--load", tmp_path / "a", "--save", run, "--skip-train", "--eval-iters", 3, *more, ranks=2).expect(0)
         got = [(r["kind"], r["step"], r["loss_hex"]) for kind in ("valid", "test") for r in records(run, kind)]
         assert [g[:2] for g in got] == [w[:2] for w in want] and saved_steps(run) == []

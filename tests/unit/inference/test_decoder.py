@@ -51,7 +51,7 @@ def whole(model: GPTModel, tokens: list[int]) -> Tensor:
         return model.next_logits(torch.tensor([tokens]), ForwardContext(AttentionMask()))[0]
 
 
-@pytest.mark.often("window", "grouped")
+@pytest.mark.often("window")
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_replays_have_the_bits_of_eager_steps_while_rows_come_and_go(name: str) -> None:
     """By chance prompts are read, samples begin, rows go and steps are taken; a decoder without graphs gives the same in fp64."""
@@ -90,6 +90,7 @@ def test_replays_have_the_bits_of_eager_steps_while_rows_come_and_go(name: str) 
     assert replays > 25 and len(captured._steps) > 5, "numbers of rows and spans"
 
 
+@pytest.mark.often("sampled-learned-3", "sampled-window-3", "sampled-experts-3", "sampled-qk_norm-3", "greedy-grouped-1")
 @pytest.mark.parametrize(("name", "rows"), [*((name, 3) for name in MODELS), ("learned", 1), ("grouped", 1)])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_are_those_without_a_cache(name: str, rows: int, sampling: Sampling) -> None:

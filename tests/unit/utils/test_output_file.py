@@ -259,6 +259,7 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
     ("megatron_sp/commands/data.py", "--output"): merged,
     ("benchmarks/common.py", "--json"): benchmark,
 }  # fmt: skip
+PICTURES = {("megatron_sp/commands/plot.py", "--output"), ("megatron_sp/planner/options.py", "--picture")}  # drawn five times
 SUFFIX = {"--picture": ".png"}
 PAIRS = {("megatron_sp/commands/preprocess.py", "--output-prefix"), ("megatron_sp/commands/data.py", "--output")}
 FOLDERS = {  # what makes a folder, and refuses one that is there
@@ -282,7 +283,9 @@ def test_every_output_flag_is_in_the_table() -> None:
     assert found == {(path, flag.split()[0]) for path, flag in [*WRITERS, *FOLDERS] if path != "benchmarks/common.py"}
 
 
-@pytest.mark.parametrize("which", WRITERS, ids=lambda which: " ".join(which))
+@pytest.mark.parametrize(
+    "which", [pytest.param(key, id=" ".join(key), marks=pytest.mark.long if key in PICTURES else ()) for key in WRITERS]
+)
 def test_nothing_is_replaced(which: tuple[str, str], inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (which[1] == "--picture" or "plot" in which[0]) and not availability.find("matplotlib").available:
         pytest.skip("needs matplotlib")
