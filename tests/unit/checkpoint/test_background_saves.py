@@ -157,19 +157,6 @@ def test_memory_that_is_not_there_is_a_reason(tmp_path: Path, monkeypatch: pytes
         background.start(1, some_tensors(), {})
 
 
-@pytest.mark.parametrize(
-    ("of_rank", "computing", "threads"), [(2, 1, 1), (2, 2, 2), (1, 1, 1), (0, 1, 1), (16, 1, 4), (16, 13, 3), (8, 8, 4)]
-)
-def test_threads_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int, threads: int) -> None:
-    """On idle cores; where there are none, as many as compute."""
-    on_cores(monkeypatch, of_rank, computing)
-    pools: list[int] = []
-    pool = safetensors_file.ThreadPoolExecutor
-    monkeypatch.setattr(safetensors_file, "ThreadPoolExecutor", lambda size: (pools.append(size), pool(size))[1])
-    assert safetensors_file.write_own_files(tmp_path, 0, [], 1 << 30, lambda point: None, beside=True) == {"files": {}}
-    assert pools == [threads]
-
-
 @pytest.mark.parametrize(("of_rank", "threads"), [(2, 1), (3, 2)])
 def test_a_save_in_the_background_leaves_cores_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_rank: int, threads: int) -> None:
     """A file is hashed and written by one thread, and files that go at once have an idle core each."""
@@ -217,28 +204,3 @@ def test_two_cores_copy_where_one_is_idle(tmp_path: Path, monkeypatch: pytest.Mo
     if parts == 2:
         with pytest.raises(RuntimeError, match="a tensor is gone"):
             background.start(2, tensors, {})
-
-
-def test_halves() -> None:
-    def moves(*sizes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
-
-    for sizes, first in (((), 0), ((9,), 1), ((9, 1), 1), ((1, 9), 1), ((1, 1, 1, 1), 2), ((0, 0), 2), ((4, 1, 1, 1, 1), 1)):
-        given = moves(*sizes)
-        head, tail = background_module._halves(given)
-        assert [id(to) for to, _ in (*head, *tail)] == [id(to) for to, _ in given] and len(head) == first, sizes
-
-
-def test_what_reserve_counts_is_what_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[int] = []
-    original = background_module._copy
-
-    def copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        ends.extend(to.storage_offset() * to.element_size() + to.nbytes for to, _ in moves)
-        original(moves)
-
-    monkeypatch.setattr(background_module, "_copy", copy)
-    _, background = saves(tmp_path)
-    background.start(1, some_tensors(), {})
-    background.wait()
-    assert background.num_bytes - 64 < max(ends) <= background.num_bytes

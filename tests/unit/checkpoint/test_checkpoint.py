@@ -6,17 +6,13 @@ import json
 import logging
 import os
 import random
-import resource
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from support.waiting import PATIENCE_S
 from torch import Tensor
 
 from megatron_sp.checkpoint import commit, load, safetensors_file
@@ -25,7 +21,6 @@ from megatron_sp.checkpoint.commit import list_steps, step_name
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.utils.errors import CheckpointError, DiskError
-from megatron_sp.utils.faults import FaultPlan
 
 STATE = {"consumed_samples": 640, "loss_scale": float("inf"), "config": {"model": {"num_layers": 2}}, "note": "[{,é"}
 
@@ -90,14 +85,6 @@ def test_round_trip_of_every_kind_of_tensor(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000100\n"
 
 
-def test_the_report(tmp_path: Path) -> None:
-    report = Checkpointer(tmp_path).save(5, whole(weights()), {})
-    folder = tmp_path / "checkpoints" / "step-000005"
-    assert report.path == folder and report.saved and report.reason == ""
-    assert report.num_bytes == sum((folder / name).stat().st_size for name in os.listdir(folder) if name != MANIFEST_NAME)
-    assert 0 < report.seconds < 60
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_whole_tensor_from_many_rectangles_by_our_reader_and_by_dcps(tmp_path: Path) -> None:
     """The trap: one chunk per name and file. Three rectangles of one name in one rank must land in three files."""
@@ -111,16 +98,6 @@ def test_a_whole_tensor_from_many_rectangles_by_our_reader_and_by_dcps(tmp_path:
     Checkpointer(None).load(step_dir, {"w": GlobalTensor.whole(ours)})
     dcp.load({"w": theirs}, storage_reader=HuggingFaceStorageReader(str(step_dir)), no_dist=True)
     assert torch.equal(ours, full) and torch.equal(theirs, full)
-
-
-def test_files_are_cut_at_the_asked_size(tmp_path: Path) -> None:
-    tensors = {f"w{i}": torch.randn(100) for i in range(20)}
-    checkpointer = Checkpointer(tmp_path, max_file_bytes=2000)
-    step_dir = checkpointer.save(1, whole(tensors), {}).path
-    assert step_dir is not None and len(list(step_dir.glob("*.safetensors"))) == 4
-    found = {name: torch.zeros(100) for name in tensors}
-    checkpointer.load(step_dir, whole(found))
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 def test_blocks_views_parameters_and_other_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,21 +506,6 @@ def test_too_little_space_prunes_first_and_then_skips(tmp_path: Path, monkeypatc
     assert checkpointer.save(40, {"w": GlobalTensor.whole(torch.zeros(208))}, {}).saved  # 998.4 bytes are needed
 
 
-def test_a_write_that_fails_removes_the_partial_and_the_next_save_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpointer = save_steps(tmp_path, 10)
-    big = {"w": GlobalTensor.whole(torch.zeros(100_000))}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        report = checkpointer.save(20, big, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not report.saved and "rank 0: File too large" in report.reason
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-000010"]
-    assert checkpointer.find(tmp_path).name == "step-000010"
-    assert checkpointer.save(20, big, {}).saved
-
-
 def refuse(*args: Any) -> None:
     raise OSError(30, "Read-only file system")
 
@@ -576,30 +538,7 @@ def test_a_rank_with_nothing_to_write_has_its_kill_point_too(tmp_path: Path) -> 
     assert called == ["hash", "write", "shard"]
 
 
-# Killed while saving
-
-
-def save_and_die(rank: int, run: Path, plan: FaultPlan) -> None:
-    checkpointer = Checkpointer(run, faults=plan, keep_last=2)
-    for step in (40, 50):
-        checkpointer.save(step, whole(weights(step)), STATE)
-
-
-@pytest.mark.parametrize("point", ["save.begin", "save.shard", "save.manifest", "save.rename", "save.prune"])
-def test_killed_at_any_point_of_a_save(point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_steps(tmp_path, 20, 30)
-    monkeypatch.setenv("MEGATRON_SP_FAULT", f"kill:at={point}:step=50")
-    plan = FaultPlan.from_env(True, rank=0)
-    child = mp.get_context("fork").Process(target=save_and_die, args=(0, tmp_path, plan))
-    child.start()
-    child.join(PATIENCE_S)
-    assert child.exitcode == -signal.SIGKILL
-    expected = 50 if point == "save.prune" else 40
-    assert_loads(Checkpointer(None).find(tmp_path), expected)  # also before anything is cleared up
-    notes = Checkpointer(tmp_path).prepare()
-    assert bool(notes) == (point in ("save.shard", "save.manifest", "save.rename"))
-    assert not list((tmp_path / "checkpoints").glob("*.part-*"))
-    assert_loads(Checkpointer(None).find(tmp_path), expected)
+# Every cut of a save
 
 
 def test_everything_is_on_the_disk_before_the_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,25 +148,6 @@ def test_the_end_of_the_data(num_workers: int) -> None:
             loader.step(8, 1)
 
 
-def test_cyclic_goes_on_for_ever() -> None:
-    with BatchLoader(Counting(8), micro_batch_size=4, order="cyclic", seed=3, num_workers=1) as loader:
-        epochs = [sorted(i for b in loader.step(8 * e, 2) for i in b["sample_ids"].tolist()) for e in range(3)]
-        assert epochs == [list(range(8))] * 3
-        assert loader.step(4, 1)[0]["sample_ids"].tolist() == loader.global_sample_ids(0, 2)[4:].tolist()
-
-
-def test_ranks_agree_on_the_global_batch_for_any_layout() -> None:
-    for dp_size, micro_batch_size, count in [(1, 12, 1), (2, 3, 2), (4, 1, 3), (3, 2, 2)]:
-        seen = []
-        for rank in range(dp_size):
-            loader = BatchLoader(Counting(), micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size, order="cyclic", seed=1)
-            seen += [i for b in loader.step(20, count) for i in b["sample_ids"].tolist()]
-        assert sorted(seen) == sorted(loader.global_sample_ids(20, count).tolist())
-        assert loader.global_sample_ids(20, count).tolist() == BatchLoader(
-            Counting(), micro_batch_size=12, order="cyclic", seed=1
-        ).global_sample_ids(20, 1).tolist()  # fmt: skip
-
-
 def backwards(ids: np.ndarray) -> np.ndarray:
     return np.arange(ids.size)[::-1]
 
@@ -189,19 +170,6 @@ def test_rows_are_dealt_as_one_is_told(num_workers: int) -> None:
                     assert batch["sample_ids"].tolist() == batch["tokens"][:, 0].tolist() == (batch["places"] + consumed).tolist()
                     assert batch["digests"].tolist() == [sample_digest(Counting()[i]) for i in batch["sample_ids"].tolist()]
                 assert loader.global_sample_ids(consumed, 2).tolist() == list(range(consumed, consumed + 8))
-
-
-def test_dealing_reads_ahead_like_the_rest() -> None:
-    data, asked = Counting(), list[int]()
-
-    def note(ids: np.ndarray) -> np.ndarray:
-        asked.append(int(ids[0]))
-        return backwards(ids)
-
-    with BatchLoader(data, micro_batch_size=2, num_workers=1, deal_rows=note) as loader:
-        loader.step(0, 2)
-        wait_until(lambda: len(data.read) == 8)
-        assert asked == [0, 4] and sorted(data.read) == list(range(8))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -229,13 +197,6 @@ def test_misuse() -> None:
     for bad in [dict(micro_batch_size=0), dict(micro_batch_size=1, dp_rank=1), dict(micro_batch_size=1, dp_rank=-1, dp_size=2)]:
         with pytest.raises(ValueError, match="micro_batch_size"):
             BatchLoader(Counting(), **bad)
-
-
-def test_slices_of_each_chunk() -> None:
-    ids = next_ids("single", 100, 12, 1000, 0)
-    assert deal(ids, 2, 0, 3).tolist() == [[100, 101], [106, 107]]
-    assert deal(ids, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
-    assert deal(ids, 2, 2, 3).tolist() == [[104, 105], [110, 111]]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from(["single", "cyclic"]), st.integers(0, 50))
