@@ -243,6 +243,7 @@ def save_until_killed(rank: int, store: Path, run: Path, plan_text: str) -> None
         checkpointer.save(step, layout(rank, 2, "killed", full_tensors()), {})
 
 
+@pytest.mark.often("save.begin-1", "save.shard-0", "save.manifest-0", "save.rename-0", "save.prune-1")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", ["save.begin", "save.shard", "save.manifest", "save.rename", "save.prune"])
 def test_a_rank_killed_at_any_point_of_a_save(point: str, victim: int, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from megatron_sp.optim.optimizer import FlatOptimizer
 CONFIG = tiny.shape(hidden_dropout=0.2, attention_dropout=0.1)
 
 
-def share(rank: int, world_size: int, step: int) -> list[tiny.Batch]:
+def share(rank: int, step: int) -> list[tiny.Batch]:
     """Micro-batches of one rank: other tokens, another number of loss tokens on each, and on rank 1 none at all."""
     mask = 0.0 if rank == 1 else 0.3 + 0.2 * rank
-    return [tiny.make_batch(CONFIG, seed=100 * step + 10 * rank + i, mask=mask) for i in range(2 if world_size < 3 else 1)]
+    return [tiny.make_batch(CONFIG, seed=100 * step + 10 * rank + i, mask=mask) for i in range(2)]
 
 
 def _steps(overlap: bool) -> None:
@@ -37,10 +37,10 @@ def _steps(overlap: bool) -> None:
     settings = OptimizerConfig(optimizer="sgd", clip_grad=0.05)  # momentum, decay and clipping all on
     optimizers = FlatOptimizer(ours.units, settings), FlatOptimizer(reference.units, settings)
     for step in range(2):
-        whole = [batch for of_rank in range(world_size) for batch in share(of_rank, world_size, step)]
+        whole = [batch for of_rank in range(world_size) for batch in share(of_rank, step)]
         scale = 1 / float(sum(batch["loss_mask"].sum() for batch in whole))
         want = tiny.reference_step(alone, whole, scale)
-        got = tiny.run_step(sharded, ours, share(rank, world_size, step), scale)
+        got = tiny.run_step(sharded, ours, share(rank, step), scale)
         dist.all_reduce(got["loss"])  # type: ignore[arg-type]
         assert_law(got, want, FP64)
         tiny.run_step(alone, reference, whole, scale)
@@ -60,9 +60,9 @@ def _same_bits_everywhere(gradients: FlatGradients) -> None:
             assert all(torch.equal(p, buffer) for p in parts)
 
 
-@pytest.mark.parametrize("world_size, overlap", [(1, True), (2, False), (3, True)])
-def test_two_steps_are_those_of_one_process(tmp_path: Path, world_size: int, overlap: bool) -> None:
-    run_ranks(_steps, world_size, tmp_path, overlap)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_steps_are_those_of_one_process(tmp_path: Path, overlap: bool) -> None:
+    run_ranks(_steps, 3, tmp_path, overlap)
 
 
 def _frozen(frozen: str) -> None:
@@ -78,7 +78,7 @@ def _frozen(frozen: str) -> None:
         assert_law(got, tiny.reference_step(model, whole), FP64)
 
 
-@pytest.mark.parametrize("frozen", ["embedding", "decoder.layers.1.", "decoder.final_layernorm", "bias"])
+@pytest.mark.parametrize("frozen", ["decoder.layers.1.", "bias"])
 def test_frozen_parameters_and_units(tmp_path: Path, frozen: str) -> None:
     run_ranks(_frozen, 2, tmp_path, frozen)
 

@@ -66,6 +66,7 @@ def test_what_is_left_of_one_has_no_command(files: tuple[str, ...], tmp_path: Pa
         find.require_own(make(tmp_path, files), None)
 
 
+@pytest.mark.often("hf", "megatron-deepspeed")
 @pytest.mark.parametrize("target", ["megatron", "megatron-dist", "megatron-deepspeed", "hf"])
 def test_the_command_converts_it(target: str, tmp_path: Path) -> None:
     run = write_run(random_model("llama"), tmp_path / "run")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.paths import ROOT
 
+from megatron_sp.commands import cli
 from megatron_sp.data import corpus
 from megatron_sp.data.corpus import gather, write_corpus
-from megatron_sp.utils.errors import ConfigError, DataError, DiskError
+from megatron_sp.utils.errors import ConfigError, DataError
 
-TOOLS = ROOT / "tools"
 LONG = "x = 1  # a line that is repeated until the file is long enough\n" * 10
 
 
@@ -79,44 +76,9 @@ def test_too_little_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not (tmp_path / "c.jsonl").exists()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(corpus, "LEAST_BYTES", 1)
+    monkeypatch.setattr(corpus, "gather", lambda _: [corpus.Document(text=LONG, source="lib/a.py")])
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match="cannot be written"):
-        write_corpus(tmp_path / "file" / "c.jsonl")
-
-
-def test_from_corpus_to_data_set(tmp_path: Path) -> None:
-    """The three tools, one after the other, as the quick start runs them (on less text)."""
-
-    def tool(name: str, *flags: str) -> str:
-        done = subprocess.run([sys.executable, str(TOOLS / name), *flags], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "MB of text" in tool("make_corpus.py", "--output", str(tmp_path / "all.jsonl"))
-    lines = (tmp_path / "all.jsonl").read_text().splitlines(keepends=True)[:15]
-    (tmp_path / "c.jsonl").write_text("".join(lines))
-    model, prefix = str(tmp_path / "t.model"), str(tmp_path / "c")
-    shown = tool("train_tokenizer.py", "--input", str(tmp_path / "c.jsonl"), "--output", model, "--vocab-size", "400")
-    assert "400 pieces" in shown and "bytes per token" in shown
-    tool("preprocess_data.py", "--input", str(tmp_path / "c.jsonl"), "--output-prefix", prefix, "--tokenizer-model", model, "--append-eod")
-
-    from megatron_sp.data.indexed_dataset import IndexedDataset
-    from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
-
-    tokenizer = SentencePieceTokenizer(model)
-    data = IndexedDataset(prefix + "_text_document")
-    assert len(data) == 15
-    for i, line in enumerate(lines):
-        *ids, last = data.get(i).tolist()
-        assert last == tokenizer.eod and tokenizer.decode(ids) == json.loads(line)["text"]
-
-
-@pytest.mark.parametrize("tool", ["make_corpus.py", "train_tokenizer.py"])
-def test_tools_report_errors_with_their_exit_code(tool: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    flags = ["--output", str(tmp_path / "file" / "x")]
-    flags += ["--input", str(tmp_path / "none.jsonl")] if tool == "train_tokenizer.py" else []
-    done = subprocess.run([sys.executable, str(TOOLS / tool), *flags], capture_output=True, text=True)
-    assert done.returncode == (4 if tool == "train_tokenizer.py" else 6)
-    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert cli.main(["data", "corpus", "--output", str(tmp_path / "file" / "c.jsonl")]) == 6
+    assert "c.jsonl: cannot be written" in capsys.readouterr().err

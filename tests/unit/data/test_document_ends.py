@@ -47,6 +47,7 @@ def build(*paths: str, flag: str = FLAGS[0], tokenizer: Tokenizer | None = None,
     return build_datasets(data, seq_length=16, seed=1, tokenizer=tokenizer or ByteTokenizer(), num_samples=(20, 2, 2))
 
 
+@pytest.mark.often("reset_attention_mask")
 @pytest.mark.parametrize("flag", FLAGS)
 def test_data_without_ends_are_an_error(flag: str, tmp_path: Path) -> None:
     """The flag did nothing, and said nothing."""

@@ -87,21 +87,8 @@ def test_documents_begin_with_bos_where_the_tokenizers_own_texts_do(tmp_path: Pa
     with pytest.raises(ConfigError, match="--bos: the tokenizer has no token that begins a text"):
         run(tmp_path, path, bos=True)
     for flags, says in (([], "every document begins with BOS, id 0 (--no-bos leaves it out)"), (["--no-bos"], "")):
-        assert (
-            cli.main(
-                [
-                    "preprocess",
-                    "--input",
-                    path,
-                    "--output-prefix",
-                    str(tmp_path / "x"),
-                    "--tokenizer-model",
-                    str(data.tokenizer_model),
-                    *flags,
-                ]
-            )
-            == 0
-        )
+        words = ["--input", path, "--output-prefix", str(tmp_path / "x"), "--tokenizer-model", str(data.tokenizer_model)]
+        assert cli.main(["preprocess", *words, *flags]) == 0
         out = capsys.readouterr().out
         assert says in out and ("BOS" in out) == bool(says)
 

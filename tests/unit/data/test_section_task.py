@@ -73,20 +73,8 @@ def test_all_classes_have_as_many_as_the_smallest_can_give() -> None:
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text, "source": source}) + "\n" for source, text in corpus()))
-    words = [
-        "data",
-        "section-task",
-        "--corpus",
-        str(file),
-        "--output",
-        str(tmp_path / "task"),
-        "--classes",
-        "3",
-        "--train",
-        "5",
-        "--valid",
-        "2",
-    ]
+    words = ["data", "section-task", "--corpus", str(file), "--output", str(tmp_path / "task")]
+    words += ["--classes", "3", "--train", "5", "--valid", "2"]
     assert main(words) == 0 and "15 passages to train on, 6 to validate on" in capsys.readouterr().out
     first = [(tmp_path / f"task/{half}.jsonl").read_text() for half in ("train", "valid")]
     assert [len(text.splitlines()) for text in first] == [15, 6] and set(json.loads(first[1].splitlines()[0])) == {"label", "text"}

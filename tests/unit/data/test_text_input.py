@@ -183,15 +183,8 @@ def test_columns_that_are_missing_or_hold_no_text(tmp_path: Path) -> None:
 
 def test_a_row_without_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "a.parquet")
-    words = [
-        "preprocess",
-        "--input",
-        str(tmp_path / "a.parquet"),
-        "--output-prefix",
-        str(tmp_path / "p"),
-        "--tokenizer-type",
-        "ByteTokenizer",
-    ]
+    words = ["preprocess", "--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "p"), "--tokenizer-type"]
+    words.append("ByteTokenizer")
     assert main(words) == 4 and "a.parquet:2: 'text' is NoneType, expected a string" in capsys.readouterr().err
     assert main([*words, "--skip-bad-lines"]) == 0 and "1 bad lines were skipped" in capsys.readouterr().out
 
