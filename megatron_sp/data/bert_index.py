@@ -32,12 +32,9 @@ class SampleRule(NamedTuple):
 
 
 def build_bert_index(
-    bounds: np.ndarray,
-    lengths: np.ndarray,
-    rule: SampleRule,
-    max_samples: int | None = None,
+    bounds: np.ndarray, lengths: np.ndarray, rule: SampleRule, max_samples: int | None = None,
     max_epochs: int | None = None,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Build the rows, [n, 3], uint32 if sentence numbers fit, else uint64.
 
     Args:

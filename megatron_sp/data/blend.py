@@ -86,44 +86,21 @@ def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.nd
     taken_after = np.empty_like(taken_before)
     pending = np.arange(num_chunks)
     while pending.size:
-        walk = _walk(weights, starts[pending], size, taken_before[:, pending])
-        sets[:, pending], samples[:, pending], taken_after[:, pending] = walk
+        # the rule for these chunks at once; what is taken from each set, [k, pending], has one flat index per element,
+        # which is cheaper than a pair
+        first, column, taken = starts[pending], np.arange(pending.size), taken_before[:, pending].copy(order="C")
+        flat = taken.reshape(-1)
+        for step in range(size):
+            chosen = np.argmax(weights[:, None] * np.maximum(first + step, 1) - taken, axis=0)  # on a tie the lowest
+            place = chosen * pending.size + column
+            sets[step, pending], samples[step, pending] = chosen, flat[place]
+            flat[place] += 1
+        taken_after[:, pending] = taken
         follows = pending[pending + 1 < num_chunks]
         wrong = follows[(taken_before[:, follows + 1] != taken_after[:, follows]).any(axis=0)] + 1
         taken_before[:, wrong] = taken_after[:, wrong - 1]
         pending = wrong
     return sets.T.reshape(-1)[:num_samples], samples.T.reshape(-1)[:num_samples]
-
-
-def _walk(
-    weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # Apply the rule to ranges of ``size`` samples at once. taken: float64 [k, ranges], samples taken from each set
-    # before each range. Returns sets and samples, [size, ranges], and what is taken by the end, [k, ranges].
-    taken = np.array(taken, order="C")
-    flat = taken.reshape(-1)  # a view: one flat index is cheaper than a pair
-    sets = np.empty((size, starts.size), np.int16)
-    samples = np.empty((size, starts.size), np.int64)
-    column = np.arange(starts.size)
-    for step in range(size):
-        chosen = _argmax_of_few(weights[:, None] * np.maximum(starts + step, 1) - taken)
-        place = chosen * starts.size + column
-        sets[step] = chosen
-        samples[step] = flat[place]
-        flat[place] += 1
-    return sets, samples, taken
-
-
-def _argmax_of_few(lags: np.ndarray) -> np.ndarray:
-    # argmax over dim 0 of [k, ranges], the lowest index on a tie; for small k faster than numpy's own
-    if len(lags) > 12:
-        return np.argmax(lags, axis=0)
-    best = lags[0].copy()
-    chosen = np.zeros(best.size, np.int64)
-    for d in range(1, len(lags)):
-        chosen[lags[d] > best] = d
-        np.maximum(best, lags[d], out=best)
-    return chosen
 
 
 class BlendedDataset(CombinedDataset):

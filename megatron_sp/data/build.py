@@ -219,24 +219,16 @@ class _Builder:
             groups = [read_groups(words) for words in weighted]
         splits: list[_Sets] = []
         for split, num in enumerate(num_samples):
-            if num and groups[split]:
-                splits.append(self._weighted(groups[split], split, num))
-            else:
-                splits.append(self._build(split, num) if num else [])
+            sets: _Sets = []
+            for group in groups[split] if num else ():  # blends of parts of data sets; one alone asks for no surplus
+                dataset: RowSet
+                if len(group.prefixes) > 1:
+                    dataset = self._by_weight(group.prefixes, group.weights, split, num, group.ranges)
+                else:
+                    dataset = self._single(group.prefixes[0], split, self._wanted(split, num), share=group.ranges[0])
+                sets.append((group.name, dataset))
+            splits.append(self._build(split, num) if num and not groups[split] else sets)
         return splits
-
-    def _weighted(self, groups: tuple[SplitGroup, ...], split: int, num_samples: int) -> _Sets:
-        # blends of parts of data sets
-        sets: _Sets = []
-        for group in groups:
-            dataset: RowSet
-            if len(group.prefixes) > 1:
-                dataset = self._by_weight(group.prefixes, group.weights, split, num_samples, group.ranges)
-            else:  # one alone asks for no surplus
-                wanted = self._wanted(split, num_samples)
-                dataset = self._single(group.prefixes[0], split, wanted, share=group.ranges[0])
-            sets.append((group.name, dataset))
-        return sets
 
     def _build(self, split: int, num_samples: int) -> _Sets:
         data, name = self.data, SPLITS[split]
@@ -316,10 +308,8 @@ class _Builder:
         from megatron_sp.data.index_cache import cached_arrays
 
         key = f"blend-{hash_of(kind='blend-1', weights=weights.tolist(), num_samples=num_samples)[:24]}"
-        expected: Expected = {
-            "set": ((num_samples,), np.dtype(np.int16)),
-            "sample": ((num_samples,), np.dtype(np.int64)),
-        }
+        shape = (num_samples,)
+        expected: Expected = {"set": (shape, np.dtype(np.int16)), "sample": (shape, np.dtype(np.int64))}
         arrays = cached_arrays(
             self.data.data_cache_path, key, expected,
             lambda: dict(zip(("set", "sample"), build_blending_indices(weights, num_samples), strict=True)),
@@ -373,11 +363,7 @@ def check_document_ends(reads: Sequence[_Read], eod: int, flags: Sequence[str]) 
 
 def _look(read: _Read, eod: int, count: int) -> _Ends:
     indexed, fitting = read.indexed, 0
-    last, lengths, inside = (
-        Counter[int](),
-        Counter[int](),
-        Counter[int](),
-    )  # ids and lengths of the documents that do not fit
+    last, lengths, inside = (Counter[int]() for _ in range(3))  # ids and lengths of the documents that do not fit
     for document, sequence in _last_sequences(indexed, read.bounds, count):
         length = int(indexed.sequence_lengths[sequence])
         token = int(indexed.get(sequence, length - 1)[0])

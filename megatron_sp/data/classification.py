@@ -62,9 +62,7 @@ def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = 
     """Read all examples of a .tsv or .jsonl file; return them and the number of lines that were skipped as bad."""
     path = Path(path)
     try:
-        text = path.read_bytes().decode(
-            "utf-8-sig"
-        )  # read_text takes a carriage return in a cell for the end of a line
+        text = path.read_bytes().decode("utf-8-sig")  # read_text takes a carriage return for the end of a line
     except FileNotFoundError:
         raise DataError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -143,9 +141,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, _Cell]]:
                 raise _BadLineError(f"{where} is not a JSON object: each line is one, with a text and a label")
             parsed[:] = [record]
             value = record.get(str(key))
-            if (
-                value is None or isinstance(value, (dict, list)) or value != value
-            ):  # pandas writes NaN for a missing one
+            if value is None or isinstance(value, (dict, list)) or value != value:  # pandas writes NaN for none
                 keys = ", ".join(record) or "nothing"
                 raise _BadLineError(f"{where} has no text or number under '{key}': it has {keys}")
             text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON spells it

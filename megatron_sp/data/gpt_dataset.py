@@ -164,8 +164,18 @@ class GPTDataset(RowSet):
         first, last = bounds
         lengths = indexed.sequence_lengths
         tokens = int(lengths[first:last].sum(dtype=np.int64))
-        if tokens < (self.seq_length + 1 if num_samples is None else 1):
-            raise DataError(f"{indexed.prefix}: {_too_short(indexed, bounds, name, tokens, self.seq_length)}")
+        larger = "give it a larger share with --split"
+        if not tokens:
+            empty = f"{last - first} of {len(indexed)} sequences" + (", none of which has a token" * (last > first))
+            way = f"{larger} (or 0 to go without it), or use more data"
+            raise DataError(f"{indexed.prefix}: the {name} split is empty ({empty}): {way}")
+        if num_samples is None and tokens < self.seq_length + 1:
+            raise DataError(
+                f"{indexed.prefix}: the {name} split has {tokens} tokens (sequences {first} to {last - 1} of"
+                f" {len(indexed)}); one sample needs seq_length + 1 = {self.seq_length + 1} tokens: {larger}, use more"
+                " data, or lower --seq-length; in a blend without weights, give some (--data-path WEIGHT PREFIX ...):"
+                " it is repeated then"
+            )
         self._name, self._tokens, self._wanted = name, tokens, num_samples or 0
         plan = plan_epochs(tokens, self.seq_length, num_samples)
         self.num_epochs = plan.num_epochs
@@ -241,19 +251,6 @@ class GPTDataset(RowSet):
         repeated = f"it is repeated {self.num_epochs} times for the {self._wanted} that are asked for"
         way = f"; --eval-iters {fewer} takes no more than it has" if fewer else ""
         return f"{self.indexed.prefix}: {size}: {repeated}{way}"
-
-
-def _too_short(indexed: IndexedDataset, bounds: tuple[int, int], name: str, tokens: int, seq_length: int) -> str:
-    first, last = bounds
-    larger = "give it a larger share with --split"
-    if not tokens:
-        what = f"{last - first} of {len(indexed)} sequences" + (", none of which has a token" if last > first else "")
-        return f"the {name} split is empty ({what}): {larger} (or 0 to go without it), or use more data"
-    return (
-        f"the {name} split has {tokens} tokens (sequences {first} to {last - 1} of {len(indexed)}); one sample needs"
-        f" seq_length + 1 = {seq_length + 1} tokens: {larger}, use more data, or lower --seq-length; in a blend without"
-        " weights, give some (--data-path WEIGHT PREFIX ...): it is repeated then"
-    )
 
 
 class PackedDataset(CombinedDataset):

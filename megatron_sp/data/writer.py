@@ -119,9 +119,8 @@ class IndexedDatasetWriter:
         step = _COPY_BYTES // itemsize
         for start in range(begin, end, step):
             num_bytes = min(step, end - start) * itemsize
-            self._write(
-                np.frombuffer(pread_exact(source._fd, start * itemsize, num_bytes, source.bin_path), self.dtype)
-            )
+            raw = pread_exact(source._fd, start * itemsize, num_bytes, source.bin_path)
+            self._write(np.frombuffer(raw, self.dtype))
         self._documents.frombytes((bounds[1:] - first + len(self._lengths)).tobytes())
         self._lengths.frombytes(source.sequence_lengths[first:last].tobytes())
 
