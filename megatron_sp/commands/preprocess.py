@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from megatron_sp.config.schema import SENTENCEPIECE, WORDPIECE, DataConfig
 from megatron_sp.utils.command_parser import CommandParser
@@ -111,7 +110,7 @@ def _shown() -> Iterator[Progress]:
                 next_line = time.monotonic() + _LINE_SECONDS
                 print(_status(report, bytes_read, bytes_total), file=sys.stderr, flush=True)
 
-        yield cast("Progress", SimpleNamespace(update=print_line))
+        yield print_line
         return
     from rich import progress
     from rich.console import Console
@@ -125,7 +124,7 @@ def _shown() -> Iterator[Progress]:
             status = _status(report, bytes_read, bytes_total)
             bars.update(task, completed=bytes_read, total=bytes_total or None, description=status)
 
-        yield cast("Progress", SimpleNamespace(update=move))
+        yield move
 
 
 def _status(report: PreprocessReport, bytes_read: int, bytes_total: int) -> str:

@@ -11,12 +11,12 @@ import contextlib
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,11 +74,8 @@ class _Encoded(NamedTuple):
     bytes_read: int
 
 
-class Progress(Protocol):
-    """Receiver of progress reports."""
-
-    def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
-        """Report progress after a chunk; byte counts are those of the files on disk, before decompression."""
+# what is told after each chunk: the report so far, bytes read and bytes in all, of the files on disk
+Progress = Callable[[PreprocessReport, int, int], None]
 
 
 def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> PreprocessReport:
@@ -122,7 +119,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
             report.num_input_bytes += encoded.bytes_read
             report.seconds = time.monotonic() - began
             if progress is not None:
-                progress.update(report, report.num_input_bytes, bytes_total)
+                progress(report, report.num_input_bytes, bytes_total)
         empty = [key for key, count in report.num_tokens.items() if count == 0]
         if empty and part.count == 1:  # with several jobs, one may have nothing to do
             nothing = f"no text under {', '.join(empty)} ({report.num_documents} documents): nothing is written"

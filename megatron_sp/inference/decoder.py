@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.ops.attention import AttentionMask, KernelName
+from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.cuda_graphs import Graph, GraphMaker, first_words
 from megatron_sp.parallel.forward_context import Cache, ForwardContext
 from megatron_sp.utils.errors import ConfigError
@@ -111,11 +111,10 @@ class Decoder:
     """Up to ``max_rows`` sequences in rows without gaps. Returns logits on the CPU. Collective over tp and sp."""
 
     def __init__(
-        self, model: GPTModel, max_rows: int = 1, vocab_size: int | None = None, *, kernel: KernelName = "sdpa",
-        capture: Capture | None = None,
-    ) -> None:  # fmt: skip
+        self, model: GPTModel, max_rows: int = 1, vocab_size: int | None = None, *, capture: Capture | None = None
+    ) -> None:
         self.model, self.max_rows, self.vocab_size = model, max_rows, vocab_size
-        self._kernel, self._capture = kernel, capture
+        self._capture = capture
         self._device = model.embedding.word_embeddings.weight.device
         self._has_told = False
         self.lengths: list[int] = []
@@ -192,7 +191,7 @@ class Decoder:
         return logits
 
     def _context(self, cache: Cache | None) -> ForwardContext:
-        return ForwardContext(AttentionMask(), kernel=self._kernel, cache=cache)
+        return ForwardContext(AttentionMask(), cache=cache)
 
     def _run(self, given: Tensor, span: int) -> Tensor:
         # logits [b, v] after tokens given[0] at positions given[1]; what is captured reads nothing else of the host's

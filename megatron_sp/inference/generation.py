@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_sp.inference.decoder import Decoder
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.ops.attention import KernelName
 from megatron_sp.parallel.gather import agreed
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
@@ -105,7 +104,7 @@ def uniform(seed: int, sample: int, position: int) -> float:
 def generate(
     model: GPTModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling | None = None,
     eod: int | None = None, stop: Sequence[Sequence[int]] = (), vocab_size: int | None = None, num_samples: int = 1,
-    use_cache: bool = True, kernel: KernelName = "sdpa", decoder: Decoder | None = None,
+    decoder: Decoder | None = None,
 ) -> Iterator[NewToken]:  # fmt: skip
     """Yield each token of the prompts' continuations as soon as it is known. Collective over tp and sp.
 
@@ -113,8 +112,7 @@ def generate(
         prompts: token ids; an empty one starts from ``eod``, which also ends a sequence and is yielded.
         stop: token sequences that end a sequence once generated.
         vocab_size: only ids below this are generated.
-        use_cache: False: every token runs the whole sequence again.
-        decoder: in place of the last three; tokens of its rows come in turn.
+        decoder: in place of one of a single row and this vocabulary; tokens of its rows come in turn.
     """
     limit, vocab = model.config.max_positions, model.config.vocab_size or 0
     starts = [[int(token) for token in prompt] or ([] if eod is None else [eod]) for prompt in prompts]
@@ -152,10 +150,8 @@ def generate(
         # the token after the last position can be predicted, but not fed back
         return "context" if len(tokens) > limit else ""
 
-    kind = Decoder if use_cache else _WithoutCache
-    decoder = decoder or kind(model, 1, vocab_size, kernel=kernel)
     longest = max((min(len(start) + max_new_tokens, limit) for start in starts), default=0)
-    return _generate(decoder, pick, ending, starts, longest, num_samples)
+    return _generate(decoder or Decoder(model, 1, vocab_size), pick, ending, starts, longest, num_samples)
 
 
 def _generate(
@@ -197,28 +193,6 @@ def complete(
     for new in generate(model, prompts, num_samples=num_samples, **options):  # type: ignore[arg-type]
         results[new.prompt][new.sample].append(new.token)
     return results
-
-
-class _WithoutCache(Decoder):
-    # one row; computes all positions for every token
-
-    def reserve(self, length: int) -> None:
-        pass
-
-    def read(self, tokens: list[int], keep: bool = True, everywhere: bool = False) -> Tensor:
-        self._read = tokens
-        self.again()
-        return super().read(tokens, keep=False)
-
-    def again(self) -> None:
-        self._tokens = list(self._read)
-
-    def step(self, tokens: list[int]) -> Tensor:
-        self._tokens += tokens
-        return super().read(self._tokens, keep=False)
-
-    def drop(self, row: int) -> None:
-        pass
 
 
 def one_after_another(tokens: Iterable[NewToken], num_samples: int) -> Iterator[NewToken]:

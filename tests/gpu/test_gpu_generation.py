@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.generators import VOCAB, build
+from support.generators import VOCAB, WithoutCache, build
 
 from megatron_sp.inference import decoder as decoder_module
 from megatron_sp.inference.decoder import Capture, Decoder
@@ -70,4 +70,4 @@ def test_tokens_are_those_without_a_cache(name: str, rows: int) -> None:
     model, prompts = model_of(name, torch.float32), [[4, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8]]
     options: dict[str, Any] = {"max_new_tokens": 30, "sampling": Sampling(temperature=0), "num_samples": 2}
     decoder = Decoder(model, rows) if name == "experts" else captured(model, rows)[0]
-    assert complete(model, prompts, **options, decoder=decoder) == complete(model, prompts, **options, use_cache=False)
+    assert complete(model, prompts, **options, decoder=decoder) == complete(model, prompts, **options, decoder=WithoutCache(model))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.inference.decoder import Decoder
 from megatron_sp.models.gpt import GPTModel
 
 VOCAB = 61
@@ -26,3 +28,23 @@ def build(name: str = "learned", dtype: torch.dtype = torch.float64, **changes: 
     shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 20, "vocab_size": VOCAB, "init_method_std": 0.3}
     config = ModelConfig(**{**shape, **MODELS[name], **changes})
     return GPTModel(config, KernelConfig(), seed=5, dtype=dtype)
+
+
+class WithoutCache(Decoder):
+    """One row; every token runs all positions again."""
+
+    def reserve(self, length: int) -> None: ...
+
+    def read(self, tokens: list[int], keep: bool = True, everywhere: bool = False) -> Tensor:
+        self._read = tokens
+        self.again()
+        return super().read(tokens, keep=False)
+
+    def again(self) -> None:
+        self._tokens = list(self._read)
+
+    def step(self, tokens: list[int]) -> Tensor:
+        self._tokens += tokens
+        return super().read(self._tokens, keep=False)
+
+    def drop(self, row: int) -> None: ...

@@ -21,7 +21,7 @@ from megatron_sp.config.schema import DataConfig
 from megatron_sp.data import preprocess as module
 from megatron_sp.data import text_input
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess, split_sentences
+from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, preprocess, split_sentences
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError
 
 BYTES = DataConfig(tokenizer_type="ByteTokenizer")
@@ -288,12 +288,11 @@ def test_progress_ends_with_all_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(text_input, "_CHUNK_BYTES", 100)
     seen: list[tuple[int, int, int]] = []
 
-    class Seen(Progress):
-        def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
-            seen.append((report.num_documents, bytes_read, bytes_total))
+    def look(report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
+        seen.append((report.num_documents, bytes_read, bytes_total))
 
     path = jsonl(tmp_path / "a.jsonl", ["x" * 30] * 50)
-    preprocess(PreprocessOptions((path,), str(tmp_path / "out"), BYTES), Seen())
+    preprocess(PreprocessOptions((path,), str(tmp_path / "out"), BYTES), look)
     assert seen[-1] == (50, os.path.getsize(path), os.path.getsize(path)) and len(seen) > 10 and seen == sorted(seen)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.generators import MODELS, VOCAB, build
+from support.generators import MODELS, VOCAB, WithoutCache, build
 from support.tape import Tape, Tapes
 from torch import Tensor
 
@@ -97,9 +97,9 @@ def test_tokens_are_those_without_a_cache(name: str, rows: int, sampling: Sampli
     """One after another or together, eagerly and captured, with samples that wait for a row, and ends at different times."""
     model, prompts = build(name), [[4, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8]]
     options: dict[str, Any] = {"max_new_tokens": 10, "sampling": sampling, "num_samples": 2}
-    free = complete(model, prompts, **options, use_cache=False)
+    free = complete(model, prompts, **options, decoder=WithoutCache(model))
     options |= {"eod": free[0][0][3], "stop": [free[1][1][5:7]]}
-    want = complete(model, prompts, **options, use_cache=False)
+    want = complete(model, prompts, **options, decoder=WithoutCache(model))
     lengths = {len(tokens) for samples in want for tokens in samples}
     assert min(lengths) < 7 and len(lengths) > 1
     captures = [None] if name == "experts" else [None, Capture(Tapes, must=True)]
@@ -112,7 +112,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(monkeypatch: pytest.MonkeyPat
     """Also where none of them has a row any more when the next one gets its own."""
     read, seen = Decoder.read, list[list[int]]()
     model, prompts = build("rope"), [[4, 9, 2], [7, 7]]
-    want = complete(model, prompts, max_new_tokens=4, num_samples=5, use_cache=False)
+    want = complete(model, prompts, max_new_tokens=4, num_samples=5, decoder=WithoutCache(model))
     monkeypatch.setattr(Decoder, "read", lambda self, tokens, *rest: seen.append(tokens) or read(self, tokens, *rest))
     together = complete(model, prompts, max_new_tokens=4, num_samples=5, decoder=Decoder(model, 2))
     assert seen == prompts and together == want

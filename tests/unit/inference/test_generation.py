@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from support import stored_models
-from support.generators import MODELS, VOCAB, build
+from support.generators import MODELS, VOCAB, WithoutCache, build
 
-from megatron_sp.inference.decoder import KVCache, RowPass
+from megatron_sp.inference.decoder import Decoder, KVCache, RowPass
 from megatron_sp.inference.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
 from megatron_sp.inference.team import find_stored
 from megatron_sp.models.experts import expert_biases
@@ -125,18 +125,18 @@ def test_ends_at_eod_at_a_stop_sequence_and_at_the_limit() -> None:
     assert complete(model, [[4, 9]], max_new_tokens=8, sampling=greedy, stop=[[9, free[0]]])[0][0] == free
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("kind", [Decoder, WithoutCache])
 @pytest.mark.parametrize("name", ["learned", "rope"])
-def test_ends_at_the_last_position(name: str, use_cache: bool) -> None:
+def test_ends_at_the_last_position(name: str, kind: type[Decoder]) -> None:
     model = build(name)  # 20 positions
-    tokens = list(generate(model, [[1] * 15], max_new_tokens=100, use_cache=use_cache))
+    tokens = list(generate(model, [[1] * 15], max_new_tokens=100, decoder=kind(model)))
     # positions 15 to 19 can be read again; one more token is predicted after the last one
     assert [t.position for t in tokens] == [15, 16, 17, 18, 19, 20]
     assert tokens[-1].finish == "context"
-    full = list(generate(model, [[1] * 20], max_new_tokens=100, use_cache=use_cache))
+    full = list(generate(model, [[1] * 20], max_new_tokens=100, decoder=kind(model)))
     assert [(t.position, t.finish) for t in full] == [(20, "context")]
     longer = build(name, max_position_embeddings=26)  # than the sequences of the training
-    assert list(generate(longer, [[1] * 24], max_new_tokens=9, use_cache=use_cache))[-1].position == 26
+    assert list(generate(longer, [[1] * 24], max_new_tokens=9, decoder=kind(longer)))[-1].position == 26
 
 
 def test_prompts_that_cannot_work_are_errors_before_any_token() -> None:
