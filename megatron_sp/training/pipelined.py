@@ -26,7 +26,6 @@ from megatron_sp.parallel.pipeline_stages import Stage, cut_model
 from megatron_sp.parallel.sequence_slices import KeysOfSlices, RowSlice, cut_into_slices
 
 if TYPE_CHECKING:
-    from megatron_sp.parallel.router_pass import RouterStep
     from megatron_sp.training.step import Losses, ModelPass, TrainStep
 
 
@@ -241,20 +240,6 @@ class PipelinedPasses:
             self.gradients.finish_micro_batch(blocks)
 
 
-def count_pipelined(
-    routers: RouterStep, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch],
-    context_of: Callable[[int], ForwardContext], hidden: ModelPass, weights: WholeWeights,
-) -> None:  # fmt: skip
-    """Run the forward passes in which routers count tokens for those to come, without gradients. Collective."""
-    events = UnitWork(weights, None)
-    head = lambda index, context: hidden(model, micro_batches[index], context, events)
-    with routers.counting(), torch.no_grad():
-        PipelinedPasses(
-            pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=head, events=events,
-            weights=weights, gradients=None,
-        ).run()  # fmt: skip
-
-
 def run_pipelined_step(
     step: TrainStep, pipeline: Pipeline, micro_batches: list[MicroBatch], key: int | Tensor, losses: Losses, number: int
 ) -> None:
@@ -270,7 +255,13 @@ def run_pipelined_step(
 
     context_of = lambda index: step.context_of(micro_batches[index], key)
     if step.routers is not None and step.routers.counts_first:
-        count_pipelined(step.routers, pipeline, model, micro_batches, context_of, hidden, weights)
+        events = UnitWork(weights, None)
+        head = lambda index, context: hidden(model, micro_batches[index], context, events)
+        with step.routers.counting(), torch.no_grad():
+            PipelinedPasses(
+                pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=head, events=events,
+                weights=weights, gradients=None,
+            ).run()  # fmt: skip
         step.seed(number)  # the passes that follow drop the same
 
     loss_of = lambda index, context: step.loss_of(micro_batches[index], context, losses, number)

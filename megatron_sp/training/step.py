@@ -147,7 +147,7 @@ class TrainStep:
         self.seed(step)
         if self.recorder is not None:
             self.recorder.start_step()
-        totals = self._local_totals(micro_batches, stop, digests, places)
+        totals = self.local_totals(micro_batches, stop, digests, places)
         replayed = None
         if self.graphs is not None:
             replayed = self.graphs.replay(micro_batches, totals, step, lr, decoupled_lr, weight_decay)
@@ -215,8 +215,9 @@ class TrainStep:
             key = hashlib.sha256(f"{options.seed}/{step}/{rank}".encode()).digest()
             torch.manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
-    def _local_totals(
-        self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor], places: Sequence[Tensor]
+    def local_totals(
+        self, micro_batches: list[MicroBatch], stop: bool = False, digests: Sequence[Tensor] = (),
+        places: Sequence[Tensor] = (),
     ) -> Tensor:  # fmt: skip
         # this rank's share of [count of each term, votes to stop, sequences, tokens, sample digests], fp64; the ranks
         # of a replica have the same whole sequences, so only one of them contributes them

@@ -22,12 +22,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce, broadcast
-from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.groups import SINGLE_RANK, ParallelGroups
 from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
@@ -35,20 +37,20 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.estimate.pipeline_choice import settle_schedule
 from megatron_sp.models.experts import expert_biases
 from megatron_sp.ops.attention_choice import choose_kernel
-from megatron_sp.optim.weights import UnitWork
-from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, micro_batch_context
+from megatron_sp.optim.optimizer import LossScaler
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch
 from megatron_sp.parallel.layers import name_generator, shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.parallel.router_pass import RouterStep, Watched
+from megatron_sp.parallel.router_pass import Watched
 from megatron_sp.training.kernel_selection import use_of
 from megatron_sp.training.microbatches import BatchPlan, require_same_sequences, row_dealer
 from megatron_sp.training.parts import Task
-from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline, count_pipelined
+from megatron_sp.training.pipelined import Pipeline, build_pipeline
 from megatron_sp.training.probe import modes_to_try, words_for
 from megatron_sp.training.run import set_vocab_size
 from megatron_sp.training.setup import expert_parallel
 from megatron_sp.training.sharding import build_sharded, named_parameters
-from megatron_sp.training.step import count_first, on_device, with_routers
+from megatron_sp.training.step import StepOptions, StepParts, TrainStep, on_device
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 from megatron_sp.utils.launch import Launch
 
@@ -58,6 +60,10 @@ _SMALL_MARGIN = 1e-6  # of scores or logits: rounding of a layout's own sums is 
 _MICRO_BATCHES = 2  # for each data-parallel rank: enough to see accumulation
 _SHOWN = 5
 _SHARE_OF_MEMORY = 0.7
+# what a step asks of its groups, for one process that takes it while the others wait
+_ALONE: Any = SimpleNamespace(
+    rank=0, dp_rank=0, dp_size=1, tp_rank=0, is_first_of_replica=True, world=SINGLE_RANK, cp=SINGLE_RANK, pp=SINGLE_RANK
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         The exit code: 0, or 5 if anything differs.
     """
     say: Callable[[str], None] = partial(print, flush=True) if launch.rank == 0 else lambda _: None
-    dtype = _dtype(config, groups.device)
+    chosen = config.parallel.verify_dtype or ("fp64" if groups.device.type == "cpu" else "fp32")
+    dtype = torch.float64 if chosen == "fp64" else torch.float32
     if dtype == torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     tokenizer = task.build_tokenizer(config)
@@ -150,6 +157,21 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     return EXIT_OK if good else EXIT_NUMERICS
 
 
+class _ObservedStep(TrainStep):
+    """A training step whose routers are watched, or are told what to choose."""
+
+    watched: Watched | None = None
+    replayed: dict[int, Tensor] | None = None  # choices to be made, by the id of the micro-batch
+
+    def context_of(self, batch: MicroBatch, key: int | Tensor) -> ForwardContext:
+        if self.routers is not None:
+            self.routers.watched = self.watched
+        context = super().context_of(batch, key)
+        if context.routers is not None and self.replayed is not None:
+            context.routers.replayed = self.replayed[id(batch)]
+        return context
+
+
 class _Step:
     """Builder of a model in a layout, for one step's forward and backward passes."""
 
@@ -157,9 +179,9 @@ class _Step:
         self.config, self.task, self.groups = config, task, groups
         backend = config.kernels.attention_backend
         backend = backend if backend in ("fused", "unfused", "local") else "auto"
-        self.kernel = choose_kernel(
-            backend, groups.device.type, dtype, use=replace(use_of(config, groups.device), dtype=dtype, dropout=0.0)
-        ).name
+        use = replace(use_of(config, groups.device), dtype=dtype, dropout=0.0)
+        kernel = choose_kernel(backend, groups.device.type, dtype, use=use).name
+        self.options = StepOptions(config.batch.seed, config.model.hidden_dropout > 0, kernel)
         config.precision.bf16 = config.precision.fp16 = config.parallel.offload_optimizer = False  # there is no update
         config.precision.fp64 = dtype == torch.float64
 
@@ -168,108 +190,44 @@ class _Step:
         pipeline: Pipeline | None = None, replayed: list[Tensor] | None = None,
     ) -> _Outcome:  # fmt: skip
         # without groups all of it on this process; ``replayed``: choices of experts to be made, for each micro-batch
-        seed, loss_of = self.config.batch.seed, self.task.loss
+        seed = self.config.batch.seed
         sharded = build_sharded(
             self.task.build_model, self.config, layout, groups, self.groups.device,
             prepare=lambda model, unit: _add_noise(named_parameters(model, unit), shard_specs(model), seed),
         )  # fmt: skip
-        model, units, weights, gradients = sharded.model, sharded.units, sharded.weights, sharded.gradients
-        events = UnitWork(weights, gradients)
-        of_batches = [torch.stack([count.double().cpu() for count in loss_of.counts(batch)]) for batch in micro_batches]
-        counts = torch.stack(of_batches).sum(0)
         if groups is not None:
             require_same_sequences(micro_batches, groups)
-            counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
-        shares = torch.where(counts > 0, 1.0 / counts, 0.0)
-        gradients.start_step()
-        total = torch.zeros((), dtype=torch.float64)
+        for name, bias in expert_biases(sharded.model).items():
+            noise = torch.randn(bias.shape, generator=name_generator(seed, name), dtype=torch.float64)
+            bias += (_NOISE * noise).to(bias)
+        scaler = LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1)
+        optimizer = sharded.optimizer(self.config, groups)
+        parts = StepParts(sharded.model, sharded.weights, sharded.gradients, optimizer, scaler, pipeline)
+        step = _ObservedStep(parts, self.task.loss, _ALONE if groups is None else groups, self.options)
+        step.watched = Watched() if groups is None else None
+        if replayed is not None:
+            step.replayed = {id(batch): choices for batch, choices in zip(micro_batches, replayed, strict=True)}
+        summary = step.passes(micro_batches, step.local_totals(micro_batches), 1)
 
-        routers = self._routers(model, layout, groups, micro_batches)
-
-        def context_of(index: int) -> ForwardContext:
-            drops = self.config.model.hidden_dropout > 0
-            batch = micro_batches[index]
-            context = micro_batch_context(
-                batch, seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal
-            )
-            if routers is None:
-                return context
-            return with_routers(context, routers, batch, None if replayed is None else replayed[index])
-
-        def loss(index: int, context: ForwardContext) -> Tensor:
-            terms = loss_of.sums(model, micro_batches[index], context, events)
-            scaled_loss = torch.stack([term * float(w) for term, w in zip(terms, shares, strict=True)]).sum()
-            total.add_(scaled_loss.detach().double().cpu())
-            return scaled_loss
-
-        hidden, forward = loss_of.hidden, UnitWork(weights, None)
-        if pipeline is not None:
-            assert hidden is not None, "a task without stages, which the flags refuse"
-            if routers is not None and routers.counts_first:
-                count_pipelined(routers, pipeline, model, micro_batches, context_of, hidden, weights)
-            PipelinedPasses(
-                pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss, events=events,
-                weights=weights, gradients=gradients,
-            ).run()  # fmt: skip
-        else:
-            if routers is not None and hidden is not None:
-                run = lambda index: hidden(model, micro_batches[index], context_of(index), forward)
-                count_first(routers, model, weights, range(len(micro_batches)), run)
-            weights.start_step(len(micro_batches))
-            for index in range(len(micro_batches)):
-                context = context_of(index)
-                scaled_loss = loss(index, context)
-                if index == len(micro_batches) - 1:
-                    gradients.last_micro_batch()
-                scaled_loss.backward()
-                if context.routers is not None:
-                    context.routers.finish()
-                gradients.finish_micro_batch()
-        gradients.finish_step()
-        if groups is not None:
-            total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
-        loads: list[list[int]] = []
-        if routers is not None and routers.weights is not None:
-            counters, of_terms = routers.counters().cpu(), routers.weights()
-            counters = counters if groups is None else all_reduce(counters, groups.control)
-            total = total + counters[0] * of_terms.balance.cpu() + counters[1] * of_terms.z.cpu()
-            loads = routers.loads_in(counters).long().tolist()
-        norm = sharded.optimizer(self.config, groups).grad_norm()
+        values, num_terms = summary.cpu(), len(self.task.loss.names)
+        sums, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
+        total, loads = torch.where(counts > 0, sums / counts, 0.0).sum(), list[list[int]]()
+        if step.routers is not None and step.routers.weights is not None:
+            weights, terms = step.routers.weights(), values[4 + 2 * num_terms : 6 + 2 * num_terms]
+            total = total + terms[0] * weights.balance.cpu() + terms[1] * weights.z.cpu()
+            loads = step.routers.loads_in(values).long().tolist()
         grads: dict[str, tuple[ShardSpec, Tensor]] = {}
-        for unit in units:
+        for unit in sharded.units:
             whole = unit.gathered(unit.grad_shard)
             grads |= {slot.name: (slot.spec, slot.view(whole)) for slot in unit.slots}
-        return _Outcome(float(total), float(norm), grads, loads, None if routers is None else routers.watched)
-
-    def _routers(
-        self, model: nn.Module, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch]
-    ) -> RouterStep | None:  # fmt: skip
-        # what the routers tell the step; on one process they are watched. Collective
-        make = getattr(model, "router_step", None)
-        routers: RouterStep | None = None if make is None else make(self.groups.device)
-        if routers is None:
-            return None
-        for name, bias in expert_biases(model).items():
-            noise = torch.randn(bias.shape, generator=name_generator(self.config.batch.seed, name), dtype=torch.float64)
-            bias += (_NOISE * noise).to(bias)
-        shapes = [tuple(batch["tokens"].shape) for batch in micro_batches]
-        sizes = torch.tensor([sum(b for b, _ in shapes), sum(b * s for b, s in shapes)], dtype=torch.float64)
-        if groups is not None:
-            sizes = all_reduce(sizes * float(groups.is_first_of_replica), groups.control)
-        else:
-            routers.watched = Watched()
-        weights = routers.weights_from(*sizes.to(self.groups.device))
-        routers.weights = lambda: weights
-        return routers
+        return _Outcome(float(total), float(values[0]), grads, loads, step.watched)
 
 
 def _settle_routing(
     config: Config, reference: _Outcome | None, groups: ParallelGroups, each: int, say: Callable[[str], None]
 ) -> list[Tensor] | None:  # fmt: skip
-    """Report the smallest margin of the one process's choices; return this rank's if they must be replayed. Collective.
-
-    ``reference`` is the outcome on one process, on rank 0; ``each`` the micro-batches of a data-parallel rank.
-    """
+    # Report the smallest margin of the one process's choices; return this rank's if they must be replayed. Collective.
+    # reference: the outcome on one process, on rank 0; each: the micro-batches of a data-parallel rank.
     if not config.model.has_experts:
         return None
     watched = None if reference is None else reference.watched
@@ -352,13 +310,6 @@ def _compare(
 def _error(got: float, want: float) -> float:
     difference = abs(got - want)
     return math.inf if math.isnan(difference) else difference / max(abs(want), 1e-300)
-
-
-def _dtype(config: Config, device: torch.device) -> torch.dtype:
-    chosen = config.parallel.verify_dtype
-    if chosen is None:
-        return torch.float64 if device.type == "cpu" else torch.float32
-    return torch.float64 if chosen == "fp64" else torch.float32
 
 
 def _fit_layers(
