@@ -70,14 +70,14 @@ SUITES = {  # files; tests
         ("tests/unit/training/test_step.py", "tests/unit/parallel/test_sequence_slices.py",
          "tests/unit/parallel/test_pipeline_stages.py", f"{GRID}::test_pipelines",
          f"{GRID}::test_delayed_weight_gradients", "tests/dist/test_delayed_weights.py",
-         "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_pipeline.py"),
+         "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_layouts.py"),
     ),
     "experts": Suite(
         ("models/experts.py", "ops/expert_mlp.py", "ops/routing.py", "parallel/expert_exchange.py",
          "parallel/experts.py", "parallel/router_pass.py"),
         ("tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py",
          "tests/unit/models/test_model_experts.py", "tests/unit/ops/test_expert_mlp.py", f"{GRID}::test_experts",
-         "tests/dist/test_train_experts.py"),
+         "tests/dist/test_train_layouts.py"),
     ),
     "kernels": Suite(
         ("ops/kernels/activations.py", "ops/kernels/biases.py", "ops/kernels/cross_entropy.py",
