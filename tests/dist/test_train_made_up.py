@@ -73,11 +73,6 @@ def test_what_is_done_is_not_done_again_and_another_history_does_not_count(tmp_p
     assert [r["step"] for r in records(run, "valid")] == [2, 4, 6, 6] and len(losses) == 2
 
 
-def test_a_run_of_its_own_does_not_make_up_for_another(tmp_path: Path, whole: Path) -> None:
-    train(tmp_path, "--save", tmp_path / "new", "--load", whole, "--ckpt-step", 4, *FLAGS).expect(0)
-    assert [r["step"] for r in records(tmp_path / "new", "valid")] == [6]
-
-
 def test_validation_alone_is_always_done(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tmp_path, "--save", run, *FLAGS).expect(0)

@@ -12,8 +12,10 @@ from support.training import assert_same_tensors, records, saved_steps, state, s
 EACH = ("--save-interval", 1, "--keep-every", 1)
 
 
-@pytest.mark.parametrize("rank, what", [(0, "loss"), (1, "grad")])
-def test_one_bad_step_on_one_rank(tmp_path: Path, rank: int, what: str) -> None:
+@pytest.mark.often("0-loss", "1-grad")
+@pytest.mark.parametrize("what", ["loss", "grad"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_bad_step_on_one_rank(tmp_path: Path, what: str, rank: int) -> None:
     run = tmp_path / "run"
     outcome = train(tmp_path, "--save", run, *EACH, ranks=2, fault=f"nan:rank={rank}:at={what}:step=3").expect(0)
     assert_same_tensors(tensors(run, 3), tensors(run, 2))
@@ -67,16 +69,14 @@ def test_overflow_of_a_high_loss_scale_is_ordinary(tmp_path: Path) -> None:
     assert [r["lr"] for r in records(run)] == pytest.approx([0.01 * min(n, 4) / 4 for n in done[:-1]])
 
 
-def test_overflow_at_the_lowest_scale_is_a_bad_step(tmp_path: Path) -> None:
-    flags = ("--fp16", "--initial-loss-scale", 2.0**60, "--min-loss-scale", 2.0**59, "--hysteresis", 1, "--max-bad-steps", 1)
-    train(tmp_path, *flags).expect(5, "2 non-finite steps in a row", "stopped at step 3")
-
-
-def test_overflow_at_a_fixed_scale_and_nan_in_the_loss_are_bad_steps(tmp_path: Path) -> None:
-    """A lower loss scale would not help the second, so it is counted although the scale could still go down."""
-    train(tmp_path, "--fp16", "--loss-scale", 2.0**60, "--max-bad-steps", 0).expect(5, "1 non-finite steps in a row", "stopped at step 1")
-    flags = ("--fp16", "--initial-loss-scale", 2.0**10, "--max-bad-steps", 0)
-    train(tmp_path, *flags, fault="nan:at=loss:step=2").expect(5, "stopped at step 2")
+@pytest.mark.parametrize(("flags", "fault", "bad", "step"), [
+    (("--initial-loss-scale", 2.0**60, "--min-loss-scale", 2.0**59, "--hysteresis", 1, "--max-bad-steps", 1), "", 2, 3),
+    (("--loss-scale", 2.0**60, "--max-bad-steps", 0), "", 1, 1),
+    # a lower loss scale would not help, so it is counted although the scale could still go down
+    (("--initial-loss-scale", 2.0**10, "--max-bad-steps", 0), "nan:at=loss:step=2", 1, 2),
+], ids=["at the lowest scale", "at a fixed scale", "in the loss"])  # fmt: skip
+def test_an_overflow_that_is_a_bad_step(tmp_path: Path, flags: tuple[object, ...], fault: str, bad: int, step: int) -> None:
+    train(tmp_path, "--fp16", *flags, fault=fault).expect(5, f"{bad} non-finite steps in a row", f"stopped at step {step}")
 
 
 def test_an_update_that_overflows_ends_the_run_and_is_never_saved(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def breaks(kind: str, *numbers: int, rank: int = 0) -> Callable[[int], None]:
     return setup
 
 
+@pytest.mark.often("full", "pipe")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_standard_output(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
@@ -54,6 +55,7 @@ def test_standard_output(tmp_path: Path, kind: str) -> None:
     assert lost["stdout"] == FAULTS[kind]
 
 
+@pytest.mark.often("terminal")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_both(tmp_path: Path, kind: str) -> None:
     """Nobody can be told, but for the files."""
@@ -84,8 +86,8 @@ def test_a_reader_that_leaves_in_the_middle(tmp_path: Path) -> None:
         os.read(ours, 1)
         os.close(ours)
 
-    train(tmp_path, "--save", run, "--train-iters", 60, setup=setup, during=leave).expect(0)
-    assert len(records(run)) == 60 and status(run)["lost_output"] == {"stdout": "Broken pipe"}
+    train(tmp_path, "--save", run, "--train-iters", 20, setup=setup, during=leave).expect(0)
+    assert len(records(run)) == 20 and status(run)["lost_output"] == {"stdout": "Broken pipe"}
 
 
 def test_a_signal_when_nobody_listens(tmp_path: Path) -> None:
@@ -120,10 +122,11 @@ def test_a_terminal_that_goes_saves_and_stops(tmp_path: Path) -> None:
         wait_until(lambda: (other / "metrics.jsonl").exists() and len(records(other)) >= 1)
         os.kill(pids[0], signal.SIGHUP)
 
-    train(tmp_path, "--save", other, "--train-iters", 30, during=hang_up_other, setup=ignore).expect(0)
-    assert len(records(other)) == 30
+    train(tmp_path, "--save", other, "--train-iters", 20, during=hang_up_other, setup=ignore).expect(0)
+    assert len(records(other)) == 20
 
 
+@pytest.mark.often("link-metrics.jsonl", "fifo-run_status.json", "folder-metrics.jsonl")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run_status.json"])
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_files_of_the_run_that_are_none(tmp_path: Path, name: str, kind: str) -> None:

@@ -48,6 +48,7 @@ def test_a_link_that_is_loaded(run: Path, tmp_path: Path) -> None:
     train(tmp_path, "--load", run, "--ckpt-step", 4, *flags).expect(0, "step-000004")
 
 
+@pytest.mark.often("flags0-folder", "flags1-steps")
 @pytest.mark.parametrize("gone", ["folder", "steps"])
 @pytest.mark.parametrize("flags", [("--auto-resume",), ()])
 def test_checkpoints_that_are_gone(run: Path, tmp_path: Path, gone: str, flags: tuple[str, ...]) -> None:

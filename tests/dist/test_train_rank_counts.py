@@ -44,6 +44,7 @@ def assert_close_runs(got: Path, want: Path, steps: list[int]) -> None:
         assert (weights[name] - tensor).abs().max() <= 1e-5, name
 
 
+@pytest.mark.often("1-1", "2-2", "4-1")
 @pytest.mark.parametrize("ranks, micro", [(1, 1), (1, 2), (2, 2), (2, 1), (4, 1)])
 def test_ranks_and_micro_batches(tmp_path: Path, alone: Path, data: tuple[object, ...], ranks: int, micro: int) -> None:
     run = tmp_path / "run"

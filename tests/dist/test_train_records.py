@@ -213,29 +213,32 @@ def test_the_status_tells_who_runs(tmp_path: Path) -> None:
     assert found["saved_step"] == 4 and saved_steps(run) == [4]
 
 
-def wait_for_child(rank: int) -> None:
-    """Training as short as this starts no child, and would not wait for it."""
-    from megatron_sp.training import memory_estimate as foresight
-    from megatron_sp.training import report
+RAN = {"predicted_bytes": 1024, "sent_bytes": 300, "can_hide_bytes": 150, "collectives": 11}
 
-    report._WORTH_S, plain = 0.0, foresight.MemoryEstimate.has_run
 
-    def waits(self: foresight.MemoryEstimate) -> bool:
+def quick_child(rank: int) -> None:
+    """Training as short as this starts no child, and would not wait for it; what the child finds is another test's."""
+    from megatron_sp.training import memory_estimate, report
+
+    report._WORTH_S, plain = 0.0, memory_estimate.MemoryEstimate.has_run
+    memory_estimate._PROGRAM = ("-c", f"print({json.dumps(RAN)!r})")  # type: ignore[assignment]
+
+    def waits(self: memory_estimate.MemoryEstimate) -> bool:
         if self._child is not None:
             self._child.wait()
         return plain(self)
 
-    foresight.MemoryEstimate.has_run = waits  # type: ignore[method-assign]
+    memory_estimate.MemoryEstimate.has_run = waits  # type: ignore[method-assign]
 
 
 def test_after_ten_steps_the_log_shows_predicted_beside_measured(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    outcome = train(tmp_path, "--save", run, "--train-iters", 11, "--zero-stage", 1, "--log-interval", 100, ranks=2, setup=wait_for_child)
+    outcome = train(tmp_path, "--save", run, "--train-iters", 11, "--zero-stage", 1, "--log-interval", 100, ranks=2, setup=quick_child)
     outcome.expect(0, "memory: predicted ", "resident (the whole process", "can run under computation")
     assert outcome.text.count("memory: predicted") == 1, "rank 0 says it once"
     (record,) = records(run, "prediction")
-    assert record["step"] == 10 and 0 < record["predicted_bytes"] < record["measured_bytes"] and record["step_s"] > 0
-    assert record["collectives"] == 4 + 4 + 3 and record["sent_bytes"] > record["can_hide_bytes"] > 0
+    assert record["step"] == 10 and record["predicted_bytes"] < record["measured_bytes"] and record["step_s"] > 0
+    assert record | RAN == record
 
 
 def too_little(rank: int) -> None:

@@ -21,7 +21,7 @@ from support.training import (
     trace,
     train,
     write_data,
-)
+)  # fmt: skip
 
 from megatron_sp.checkpoint import lock
 from megatron_sp.utils import host as host_facts

@@ -104,35 +104,12 @@ def test_the_trace_lays_steps_one_after_another() -> None:
     assert {"axis", "layer", "direction", "exchange", "exposed", "hidden", "share_of_step"} <= found["otherData"]["rows"][0].keys()
 
 
-def with_context(step: StepTimes) -> StepTimes:
-    """The same with a context-parallel exchange under each layer's attention."""
-    of_layers = [flight for flight in step.flights if flight.name == "out"]
-    step.flights += [flight._replace(what=CP, name="kv", exposed=0.001) for flight in of_layers]
-    return step
-
-
 def test_bytes_over_cp() -> None:
     step = make_step()
     step.flights.append(step.flights[0]._replace(what=CP))
     assert overlap.bytes_sent(step, "cp", 0) == 4 * 4 and overlap.bytes_sent(step, "cp", 1) == 0, "not what stays"
     assert "by a rank 16 B to 1.0 KiB" in overlap._line_about_context([1024, 16])
     assert "no query saw a key of another rank" in overlap._line_about_context([0, 0])
-
-
-def test_exchanges_of_cp_are_counted_apart(tmp_path: Path) -> None:
-    """As neither Ulysses' nor tensor parallel, in rows, trace and picture."""
-    step = with_context(make_step())
-    rows = tabulate([step], [0.5 if flight.what == CP else 0.01 for flight in step.flights])
-    of_context = [row for row in rows if row.axis == "cp"]
-    assert rows[:6] == of_context and [row.number for row in of_context] == [1] * 6
-    assert {(row.exchange, round(row.exposed, 6)) for row in of_context} == {(0.5, 0.001)}
-    assert sum(row.number for row in rows if row.axis == "tp") == 2
-    text = "\n".join(" ".join(line.split()) for line in table(rows, 1, 1.0, [0.1]))
-    assert "context all forward 3 1500.00 ms 100 % 3.00 ms" in text
-    names = [e["args"]["name"] for e in trace([step], rows, 1.0)["traceEvents"] if e["name"] == "thread_name"]
-    assert sorted(names) == ["compute", "context exchanges", "tensor exchanges", "ulysses exchanges", "ulysses exchanges (2)"]
-    pytest.importorskip("matplotlib")
-    draw_steps(step, tmp_path / "a.png", {})
 
 
 def with_messages(step: StepTimes) -> StepTimes:
@@ -330,17 +307,6 @@ def test_a_broken_library_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_the_flag_alone_means_ten_steps(words: list[str], steps: int | None) -> None:
     assert config_from_args([*FLAGS, "--sp-size=2", *words], world_size=2).logging.report_overlap == steps
-
-
-def test_the_flag_in_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("report_overlap: 4\n")
-    assert config_from_args([*FLAGS, "--tp-size=2", "--config", str(path)], world_size=2).logging.report_overlap == 4
-
-
-@pytest.mark.parametrize("flag", ["--cp-size=2", "--pp-size=2"])
-def test_one_axis_has_something_to_report(flag: str) -> None:
-    assert config_from_args([*FLAGS, flag, "--report-overlap"], world_size=2).logging.report_overlap == 10
 
 
 @pytest.mark.parametrize("words, message", [

@@ -104,11 +104,6 @@ def test_the_width_follows_the_boxes_within_limits(kind: str, ranks: int, stages
     assert len(svg) < 3_000_000
 
 
-def test_slices_are_named_after_the_first() -> None:
-    svg = pipeline_svg(table(plan_pipeline("slices", 2, 1, 1, 3)), table(plan_pipeline("slices", 2, 1, 1, 3)), "slices")
-    assert [text for *_, text in boxes(svg, "measured")][:6] == ["F0", "F0.1", "F0.2", "B0.2", "B0.1", "B0"]
-
-
 def test_words_of_the_key() -> None:
     """W, and later stages, where there are any; a backward pass that is one is no gradient of an input."""
     texts = {}
@@ -116,9 +111,3 @@ def test_words_of_the_key() -> None:
         texts[plan.kind] = {text.text for text in ET.fromstring(pipeline_svg(table(plan), table(plan), "x")).iter(f"{SVG}text")}
     assert "B: backward" in texts["1f1b"] and not any("W:" in (text or "") or "later" in (text or "") for text in texts["1f1b"])
     assert {"B: gradient of the input", "W: gradients of weights", "f: in a rank's later stages", "rank 1"} <= texts["zbv"]
-
-
-def test_nothing_to_draw() -> None:
-    empty = Timetable(((), ()))
-    assert ET.fromstring(pipeline_svg(empty, empty, "nothing")).get("width") is not None
-    assert len(text_rows(empty, empty)) == 3
