@@ -124,13 +124,8 @@ class Curve:
 
 
 def _short(values: Sequence[float]) -> list[float | int | None]:
-    short: list[float | int | None] = []
-    for v in values:
-        if math.isfinite(v):
-            short.append(int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}"))
-        else:
-            short.append(None)
-    return short
+    rounded = lambda v: int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}")
+    return [rounded(v) if math.isfinite(v) else None for v in values]
 
 
 def curve(label: str, run: int, style: str, x: Sequence[float], values: Sequence[float], buckets: int) -> Curve:

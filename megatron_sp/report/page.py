@@ -163,13 +163,9 @@ def tiles(run: RunFiles, now: float) -> Html:
         ("Peak memory", show(f.memory, "bytes"), "of rank 0", ""),
         ("Interruptions", f"{f.interruptions}", again, "bad" if equal < twice else ""),
         ("Useful time", show(f.useful, "percent"), "spent in steps that were kept", ""),
-        (
-            "Skipped steps",
-            show(f.skipped, "count"),
-            "gradients not finite, weights unchanged",
-            "warn" if f.skipped > 0 else "",
-        ),
     ]
+    about_skipped = "gradients not finite, weights unchanged"
+    rows.append(("Skipped steps", show(f.skipped, "count"), about_skipped, "warn" if f.skipped > 0 else ""))
     tiles = []
     for *texts, look in rows:
         parts = [tag("div", text, class_=kind) for kind, text in zip(("name", "value", "about"), texts, strict=True)]
@@ -227,7 +223,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
 
 
 def name_apart(runs: Sequence[RunFiles]) -> None:
-    # make the names of runs unique: runs of one name get their paths, and those of one path a number
+    # runs of one name get their paths, and those of one path a number
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

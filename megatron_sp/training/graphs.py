@@ -67,23 +67,15 @@ class StepNumbers(NamedTuple):
     update: float
 
 
-class Replayed(NamedTuple):
-    """A step's summary, and what replays its update, if that was captured."""
-
-    summary: Tensor
-    update: Callable[[], None] | None
-
-
-class Kind(NamedTuple):
-    """Place of a micro-batch in its step."""
-
-    is_first: bool
-    is_last: bool
+Replayed = tuple[Tensor, Callable[[], None] | None]
+"""A step's summary, and what replays its update, if that was captured."""
+Kind = tuple[bool, bool]
+"""Whether a micro-batch is the first, and the last, of its step."""
 
 
 def kinds(num_micro_batches: int) -> list[Kind]:
     """Return the kind of each micro-batch of a step, in order."""
-    return [Kind(i == 0, i == num_micro_batches - 1) for i in range(num_micro_batches)]
+    return [(i == 0, i == num_micro_batches - 1) for i in range(num_micro_batches)]
 
 
 class CapturedStep:
@@ -125,12 +117,12 @@ class CapturedStep:
         return self._numbers[StepNumbers._fields.index(name)]
 
     def _record_micro_batch(self, kind: Kind) -> None:
-        step = self._step
-        if kind.is_first:
+        step, (is_first, is_last) = self._step, kind
+        if is_first:
             handle = all_reduce_async(self._static_totals, step.groups.world)
             self._losses = Losses(len(step.loss.names), self._static_totals, handle, self._scale)
         step.weights.start_step(1)
-        step.micro_batch(self._inputs, self._number("step").long(), self._losses, 0, is_last=kind.is_last)
+        step.micro_batch(self._inputs, self._number("step").long(), self._losses, 0, is_last=is_last)
         step.gradients.settle()
         step.weights.forget()
         step.weights.settle()
@@ -155,7 +147,9 @@ class CapturedStep:
         # another weight decay than at the capture leaves the update to the host
         self._step.weights.settle()
         self._static_totals.copy_(totals)
-        self._set_numbers(numbers)
+        host = host_empty((len(numbers),), torch.float64, self._numbers.device)
+        host.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self._numbers.copy_(host, non_blocking=True)
         for batch, kind in zip(micro_batches, kinds(len(micro_batches)), strict=True):
             for name, static in self._inputs.items():
                 static.copy_(batch[name], non_blocking=True)
@@ -164,12 +158,7 @@ class CapturedStep:
         for unit, kept in self._grads:
             unit.put_grads(kept)
         update = self._update if weight_decay == self._weight_decay else None
-        return Replayed(self._summary, None if update is None else update.replay)
-
-    def _set_numbers(self, numbers: StepNumbers) -> None:
-        host = host_empty((len(numbers),), torch.float64, self._numbers.device)
-        host.copy_(torch.tensor(numbers, dtype=torch.float64))
-        self._numbers.copy_(host, non_blocking=True)
+        return self._summary, None if update is None else update.replay
 
     def replay_left_out(self) -> None:
         # replay an update that changes nothing, with the gathers after it; of a step that has been replayed. Collective
@@ -308,7 +297,7 @@ class StepGraphs:
 
         def replayed(captured: CapturedStep) -> Tensor:
             self._step.seed(number)
-            return captured.replay(micro_batches, totals, numbers, weight_decay).summary
+            return captured.replay(micro_batches, totals, numbers, weight_decay)[0]
 
         def eager_step() -> None:
             if optimizer.updates_on_device:
@@ -319,10 +308,6 @@ class StepGraphs:
                 )  # fmt: skip
                 optimizer.take_back()
             eagerly()
-
-        def replayed_step(captured: CapturedStep) -> None:
-            captured.replay_left_out()
-            replayed(captured)
 
         summary = eagerly()
         eager_s = self._seconds(eager_step)
@@ -343,7 +328,12 @@ class StepGraphs:
         if any(trial.problem for trial in self._of_all(Trial(problem))) or again is None:
             return None, Trial(problem)
         replayed(again)
-        return again, Trial("", eager_s, self._seconds(lambda: replayed_step(again)))
+
+        def replayed_step() -> None:
+            again.replay_left_out()
+            replayed(again)
+
+        return again, Trial("", eager_s, self._seconds(replayed_step))
 
     def _bits(self, summary: Tensor) -> list[int]:
         units = [unit.grad_shard for unit in self._step.gradients.units if unit.slots]

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,22 +196,40 @@ def _timed(
         if errors:
             failed[name] = errors[0]
     left = [name for name in names if name not in failed]
-    seconds: dict[KernelName, list[float]] = {name: [] for name in left}
-    began = time.monotonic()
-    for _ in range(_ROUNDS if len(left) > 1 else min(1, len(left))):
-        for name in left:
-            barrier(groups.control)
-            seconds[name].append(slowest(block.run(name), groups))
-        if slowest(time.monotonic() - began, groups) > _SECONDS:
-            break
+
+    def run(name: KernelName) -> float:
+        barrier(groups.control)
+        return slowest(block.run(name), groups)
+
+    rounds = _ROUNDS if len(left) > 1 else 1
+    medians = (
+        time_in_turns([partial(run, name) for name in left], groups, rounds, _SECONDS, warm_up=False) if left else []
+    )
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # the model's buffers come next
-    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}, failed
+    return {name: 1e3 * seconds for name, seconds in zip(left, medians, strict=True)}, failed
 
 
 def slowest(seconds: float, groups: ParallelGroups) -> float:
     """Return the largest of all ranks' times. Collective."""
     return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
+
+
+def time_in_turns(
+    turns: Sequence[Callable[[], float]], groups: ParallelGroups, rounds: int, limit_s: float, *, warm_up: bool = True
+) -> list[float]:
+    """Return the median seconds of each turn, as it says itself; no round begins after ``limit_s``. Collective."""
+    # in turn within each round, so that a temporary slowdown of the machine affects all of them
+    seconds: list[list[float]] = [[] for _ in turns]
+    began = time.monotonic()
+    for index in range(rounds + warm_up):
+        for turn, times in zip(turns, seconds, strict=True):
+            took = turn()
+            if index >= warm_up:
+                times.append(took)
+        if index >= warm_up and slowest(time.monotonic() - began, groups) > limit_s:
+            break
+    return [statistics.median(times) for times in seconds]
 
 
 class _Block:

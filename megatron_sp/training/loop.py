@@ -158,8 +158,11 @@ def train(run: Run, saves: Saves | None = None) -> int:
     finished = progress.step >= train_iters or skips_training
     if code == errors.EXIT_OK and finished and not (_evaluate_once(run, "valid") and _evaluate_once(run, "test")):
         code = errors.EXIT_PREEMPTED
-    if finished and not skips_training:
-        nan_checks.require_sound_end(progress.bad_steps, progress.step)
+    if finished and not skips_training and progress.bad_steps > 1:  # a single one can be the fault of a sample
+        raise errors.NumericsError(
+            f"the run ends at step {progress.step} with {progress.bad_steps} non-finite steps in a row, all skipped."
+            f" {nan_checks.WAY_OUT}."
+        )
     if code == errors.EXIT_OK and finished and context.task.finish is not None:
         context.watchdog.beat("finish")
         context.task.finish(run)
@@ -320,8 +323,9 @@ def _evaluate(run: Run, kind: Split) -> bool:
         context.console.line(f"{kind} {f'of {name} ' if name else ''}at step {step}: {', '.join(shown)}")
         if loss is None:
             context.console.line(f"warning: {about_no_loss_tokens(context.config)}")
-        else:
-            nan_checks.require_finite_loss(kind, loss, step)
+        elif not math.isfinite(loss):
+            what = f"{kind} at step {step}: the mean loss is {loss}. Either the weights or a sample are unusable"
+            raise errors.NumericsError(f"{what}. {nan_checks.WAY_OUT}.")
         if not record:  # of several sets the first is what reports and curves go by
             record = {"loss": loss, "loss_hex": None if loss is None else loss.hex(), **values}
         if name:

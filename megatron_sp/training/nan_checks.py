@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from megatron_sp.training.parts import Run
     from megatron_sp.training.step import StepResult
 
-_WAY_OUT = "Lower --lr, give it a warm-up, or resume an earlier checkpoint with --ckpt-step"
-_END = 2  # skipped steps in a row at the end of a run that are an error: a single one can be the fault of a sample
+WAY_OUT = "Lower --lr, give it a warm-up, or resume an earlier checkpoint with --ckpt-step"
 
 
 def count_bad_step(run: Run, result: StepResult) -> None:
@@ -93,19 +92,5 @@ def require_finite_weights(weights: Iterable[Tensor], groups: ParallelGroups, st
     if bool(all_reduce(torch.tensor([float(bad)]), groups.control, "max") > 0):
         raise NumericsError(
             f"the weights are not finite after step {step}: an update overflowed. Nothing is saved of them; older"
-            f" checkpoints are as they were. {_WAY_OUT}."
+            f" checkpoints are as they were. {WAY_OUT}."
         )
-
-
-def require_finite_loss(kind: str, loss: float, step: int) -> None:
-    """Raise NumericsError if the mean loss of a validation or test is not finite."""
-    if not math.isfinite(loss):
-        what = "Either the weights or a sample are unusable"
-        raise NumericsError(f"{kind} at step {step}: the mean loss is {loss}. {what}. {_WAY_OUT}.")
-
-
-def require_sound_end(bad_steps: int, step: int) -> None:
-    """Raise NumericsError if the run ends in a row of non-finite steps."""
-    if bad_steps >= _END:
-        what = f"the run ends at step {step} with {bad_steps} non-finite steps in a row, all skipped"
-        raise NumericsError(f"{what}. {_WAY_OUT}.")

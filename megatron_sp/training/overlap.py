@@ -18,8 +18,8 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ from torch import Tensor
 from megatron_sp.comm.collectives import (
     Handle,
     all_gather_async,
-    all_reduce,
     all_reduce_async,
     all_to_all_async,
     barrier,
@@ -53,15 +52,9 @@ from megatron_sp.comm.recorder import (
 )
 from megatron_sp.ops import availability
 from megatron_sp.parallel.pipeline import Channels
-from megatron_sp.training.pipeline_times import (
-    RankTimes,
-    measured,
-    pipeline_svg,
-    planned,
-    summary,
-    text_rows,
-    waits_for_messages,
-)
+from megatron_sp.training import pipeline_times
+from megatron_sp.training.kernel_selection import time_in_turns
+from megatron_sp.training.pipeline_times import RankTimes
 from megatron_sp.training.pipelined import Pipeline
 from megatron_sp.utils.files import atomic_write_text
 from megatron_sp.utils.format import format_bytes
@@ -111,53 +104,46 @@ class OverlapReport:
 
     def write(self) -> list[OverlapEntry]:
         """Time the collectives alone; on rank 0 print the table, write trace and picture. Collective."""
-        self._written = True
+        self._written, groups = True, self._groups
         recorded = self.recorder.steps
         steps = comparable(recorded)
         self.recorder.num_steps, self.recorder.steps = 0, []
         # the step of median length: not one that something else on the machine slowed down
         typical = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
-        alone = self._time_alone([flight.what for flight in steps[-1].flights])
-        rows = tabulate(steps, alone)
+        collectives = [flight.what for flight in steps[-1].flights]
+        alone = iter(time_alone([c for c in collectives if c.pipe is None], groups, self._clock, self._ep))
+        messages: dict[Collective, float] = {}
+        if self._pipeline is not None:
+            sent = {c for c in collectives if c.pipe is not None}
+            messages = time_messages(sent, self._pipeline.channels, groups, self._clock)
+        rows = tabulate(steps, [next(alone) if c.pipe is None else messages[c] for c in collectives])
         length = statistics.median(step.seconds for step in steps)
-        shares = [float(share) for share in gather_json(sum(row.share_of_step for row in rows), self._groups.control)]
-        over_cp = gather_json(bytes_sent(steps[-1], "cp", self._groups.cp.rank()), self._groups.control)
-        of_pipeline = [] if self._pipeline is None else self._gather_pipeline(recorded, typical)
-        if self._groups.rank == 0:
+        shares = [float(share) for share in gather_json(sum(row.share_of_step for row in rows), groups.control)]
+        over_cp = gather_json(bytes_sent(steps[-1], "cp", groups.cp.rank()), groups.control)
+        of_ranks: list[Any] = []
+        if self._pipeline is not None:  # those of rank 0's pipeline, of the step that is typical on rank 0
+            index = broadcast_json(next(i for i, step in enumerate(recorded) if step is typical), groups.control)
+            own: list[Any] | None = None
+            if groups.pp_ranks[0] == 0:
+                own = [RankTimes.of(recorded[index]).as_json(), bytes_sent(recorded[index], "pp", groups.pp_rank)]
+            of_ranks = [of_rank for of_rank in gather_json(own, groups.control) if of_rank is not None]
+        if groups.rank == 0:
             for line in table(rows, len(steps), length, shares):
                 self._say(line)
-            if self._groups.cp.size() > 1:
+            if groups.cp.size() > 1:
                 self._say(_line_about_context(over_cp))
             if self._pipeline is not None:
-                self._write_pipeline(self._pipeline, of_pipeline)
+                ranks = [RankTimes.from_json(times) for times, _ in of_ranks]
+                self._write_pipeline(self._pipeline, ranks, [sent for _, sent in of_ranks])
             self._write_files(steps, typical, rows, length)
         return rows
 
-    def _time_alone(self, flights: Sequence[Collective]) -> list[float]:
-        without_messages = [what for what in flights if what.pipe is None]
-        collectives = iter(time_alone(without_messages, self._groups, self._clock, self._ep))
-        seconds_of: dict[Collective, float] = {}
-        if self._pipeline is not None:
-            messages = {what for what in flights if what.pipe is not None}
-            seconds_of = time_messages(messages, self._pipeline.channels, self._groups, self._clock)
-        return [next(collectives) if what.pipe is None else seconds_of[what] for what in flights]
-
-    def _gather_pipeline(self, recorded: Sequence[StepTimes], typical: StepTimes) -> list[tuple[RankTimes, int]]:
-        index = broadcast_json(next(i for i, step in enumerate(recorded) if step is typical), self._groups.control)
-        step_times, ranks = recorded[index], self._groups.pp_ranks
-        about = None
-        if ranks[0] == 0:
-            about = [RankTimes.of(step_times).as_json(), bytes_sent(step_times, "pp", self._groups.pp_rank)]
-        of_ranks = [of_rank for of_rank in gather_json(about, self._groups.control) if of_rank is not None]
-        return [(RankTimes.from_json(times), sent) for times, sent in of_ranks]
-
-    def _write_pipeline(self, pipeline: Pipeline, found: Sequence[tuple[RankTimes, int]]) -> None:
+    def _write_pipeline(self, pipeline: Pipeline, ranks: Sequence[RankTimes], sizes: Sequence[int]) -> None:
         # print the schedule as planned and as run, and draw it; if that fails, print a line and go on
-        ranks = [times for times, _ in found]
         plan = pipeline.plan(1 + max(box.action.micro_batch for box in ranks[0].actions))
-        as_run = measured(plan, ranks)
-        as_planned = planned(plan, as_run)
-        sizes, (until_sent, under_way) = [sent for _, sent in found], waits_for_messages(ranks)
+        as_run = pipeline_times.measured(plan, ranks)
+        as_planned = pipeline_times.planned(plan, as_run)
+        until_sent, under_way = pipeline_times.waits_for_messages(ranks)
         self._say(
             f"  messages of rank 0's pipeline: {format_bytes(sum(sizes))} in all, by a rank {format_bytes(min(sizes))}"
             f" to {format_bytes(max(sizes))}"
@@ -166,14 +152,14 @@ class OverlapReport:
             f"  its ranks together waited {1e3 * (until_sent + under_way):.1f} ms for messages: {1e3 * until_sent:.1f}"
             f" ms until they were sent, {1e3 * under_way:.1f} ms while they were under way"
         )
-        self._say(f"pipeline ({pipeline.kind}): {summary(as_planned, as_run)}")
-        for line in text_rows(as_planned, as_run):
+        self._say(f"pipeline ({pipeline.kind}): {pipeline_times.summary(as_planned, as_run)}")
+        for line in pipeline_times.text_rows(as_planned, as_run):
             self._say(line)
         path = self._run_dir / PIPELINE_NAME
         title = f"{pipeline.kind}: {pipeline.size} ranks, {plan.num_micro_batches} micro-batches"
         title += f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
         try:
-            atomic_write_text(path, pipeline_svg(as_planned, as_run, title))
+            atomic_write_text(path, pipeline_times.pipeline_svg(as_planned, as_run, title))
             self._say(f"overlap: schedule in {path}")
         except OSError as error:
             self._say(f"warning: overlap: {path} cannot be written: {error.strerror}; training goes on")
@@ -308,17 +294,18 @@ def _time_in_turns(
     turns: Sequence[Collective | None], start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock
 ) -> list[float]:
     # the median seconds of each turn; all ranks have as many, and None where a rank only waits for the others
-    seconds_of: list[list[float]] = [[] for _ in turns]
-    began = time.monotonic()
-    for index in range(1 + _ROUNDS):
-        for what, seconds in zip(turns, seconds_of, strict=True):
-            took = _time_once(what, start, groups, clock)
-            if index > 0:  # the first round is for warm-up
-                seconds.append(took)
-        spent = torch.tensor([time.monotonic() - began], dtype=torch.float64)
-        if index > 0 and float(all_reduce(spent, groups.control, "max")) > _SECONDS:
-            break
-    return [statistics.median(seconds) for seconds in seconds_of]
+
+    def once(what: Collective | None) -> float:
+        clock.settle()
+        barrier(groups.control)
+        begin = clock.now()
+        if what is not None:
+            start(what).wait()
+        end = clock.now()
+        clock.settle()
+        return clock.seconds(begin, end)
+
+    return time_in_turns([partial(once, what) for what in turns], groups, _ROUNDS, _SECONDS)
 
 
 def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
@@ -329,19 +316,6 @@ def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[st
         largest = [max(column) for column in zip(*sizes, strict=True)]
         buffers[dtype] = tuple(torch.zeros(size, dtype=getattr(torch, dtype), device=device) for size in largest)
     return buffers  # type: ignore[return-value]
-
-
-def _time_once(
-    what: Collective | None, start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock
-) -> float:
-    clock.settle()
-    barrier(groups.control)
-    begin = clock.now()
-    if what is not None:
-        start(what).wait()
-    end = clock.now()
-    clock.settle()
-    return clock.seconds(begin, end)
 
 
 def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.training.kernel_selection import choose_attention, slowest
+from megatron_sp.training.kernel_selection import choose_attention, slowest, time_in_turns
 from megatron_sp.training.setup import dtype_of, layout_groups
 
 Candidate = tuple[OverlapMode, int]
@@ -49,7 +48,8 @@ def choose_overlap(
 ) -> tuple[OverlapMode, int, str]:  # fmt: skip
     """Time all modes and return the fastest, its chunks, and a line for the log. Collective."""
     choices = candidates(config)
-    medians = _medians([_Timer(config, groups, candidate, dtype, kernel) for candidate in choices], groups)
+    timers = [_Timer(config, groups, candidate, dtype, kernel) for candidate in choices]
+    medians = time_in_turns([timer.run for timer in timers], groups, _ROUNDS, _SECONDS)
     best = min(range(len(choices)), key=lambda i: medians[i])
     listed = ", ".join(f"{words_for(c)} {1e3 * t:.1f} ms" for c, t in zip(choices, medians, strict=True))
     return *choices[best], f"--sp-overlap-mode auto: {words_for(choices[best])} (attention of one block: {listed})"
@@ -66,7 +66,7 @@ def choose_split(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> 
             kernel = choose_attention(one, its_groups).kernel.name
             for candidate in modes_to_try(one):
                 tried.append(((sp, cp), _Timer(one, its_groups, candidate, dtype, kernel)))
-        medians = _medians([timer for _, timer in tried], groups)
+        medians = time_in_turns([timer.run for _, timer in tried], groups, _ROUNDS, _SECONDS)
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # the model's buffers come next
     best: dict[Split, float] = {}
@@ -147,19 +147,6 @@ def modes_to_try(config: Config) -> list[Candidate]:
 
 def words_for(candidate: Candidate) -> str:
     return f"chunked x{candidate[1]}" if candidate[0] == "chunked" else candidate[0]
-
-
-def _medians(timers: list[_Timer], groups: ParallelGroups) -> list[float]:
-    seconds: list[list[float]] = [[] for _ in timers]
-    began = time.monotonic()
-    for index in range(1 + _ROUNDS):
-        for timer, times in zip(timers, seconds, strict=True):
-            spent = timer.run()
-            if index > 0:  # the first round is for warm-up
-                times.append(spent)
-        if index > 0 and slowest(time.monotonic() - began, groups) > _SECONDS:
-            break
-    return [statistics.median(times) for times in seconds]
 
 
 class _Timer:

@@ -50,7 +50,7 @@ _WORTH_S = 30.0  # of training that is to come: then the program is run without 
 def announce(run: Run) -> None:
     context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
     config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
-    num_params = run.state.num_parameters()
+    num_params = sum(math.prod(spec.shape) for spec in run.state.specs.values())
     active = None
     if run.layout.pipeline is not None or config.model.has_experts:  # of which this rank has a part
         from megatron_sp.estimate.flops import count_active_parameters, count_parameters
@@ -156,36 +156,28 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def about_no_loss_tokens(config: Config) -> str:
-    masks = [f"--{name.replace('_', '-')}" for name in ("eod_mask_loss",) if getattr(config.data, name)]
     why = "the data mask all of them"
-    if masks:
-        why = f"{masks[0]} masks all of them: is the id that ends documents the right one (--eod-id)?"
+    if config.data.eod_mask_loss:
+        why = "--eod-mask-loss masks all of them: is the id that ends documents the right one (--eod-id)?"
     return f"no token has a loss, so there is none to report: {why}"
 
 
 class StepReporter:
-    """Turns step results into lines and records; rates are over the steps since the last line, without pauses.
+    """Turns step results into lines and records; rates are over the steps since the last line, without pauses."""
 
-    Args:
-        flops: (causal, full) FLOPs of a token in sequences of a configuration's length, of a model that is not our own.
-    Attributes:
-        graphs_bytes: returns the bytes of the pool of captured steps.
-    """
+    # flops: (causal, full) FLOPs of a token in sequences of a configuration's length, of a model that is not our own
 
     def __init__(
         self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int,
         memory: MemoryEstimate, flops: Callable[[ModelConfig], tuple[float, float]] | None = None,
     ) -> None:  # fmt: skip
         self._flops = flops
-        self.graphs_bytes: Callable[[], int] = lambda: 0
+        self.graphs_bytes: Callable[[], int] = lambda: 0  # of the pool of captured steps
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
         self._train_iters, self._memory, self._lengths = train_iters, memory, list[float]()
         self._causal, self._full = 0.0, 0.0  # FLOPs since the last line
         self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
-        self._step_began = time.monotonic()
-        self._seconds = 0.0
-        self._tokens = 0
-        self._steps = 0
+        self._step_began, self._seconds, self._tokens, self._steps = time.monotonic(), 0.0, 0, 0
         self._warned_of_peak = self._warned_of_nothing = self._compared = False
         self._per_token: dict[int, tuple[float, float]] = {}
 

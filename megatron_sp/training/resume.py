@@ -225,8 +225,28 @@ def _adopt(stored: dict[str, Any], config: Config) -> bool:
             + "\n".join(rows)
             + "\nleave these flags out: the weights are those of no other model"
         )
-    _settle_positions(old, merged, said)
-    _settle_balance(merged, said)
+    # the number of positions: the table's where they are learned, elsewhere at least as many as a sequence has
+    length, given, table_rows = (
+        merged.seq_length or 0,
+        said.get("max_position_embeddings"),
+        _value(old, "max_positions"),
+    )
+    if merged.position_embedding_type == "learned_absolute" and table_rows is not None:
+        if length > table_rows or given not in (None, table_rows):
+            what = f"seq_length ({length})" if length > table_rows else f"max_position_embeddings ({given})"
+            raise ConfigError(f"{what} {_OF_TABLE.format(table_rows)}")
+        merged.max_position_embeddings = table_rows  # also where a sequence is shorter now
+    elif given is None and length > (merged.max_position_embeddings or length):
+        merged.max_position_embeddings = None
+    # a flag that begins or ends the loss for an even load does so alone, without its counterpart in the checkpoint
+    if merged.moe_aux_loss_coeff and merged.moe_router_load_balancing_type == "none":
+        names_kind, names_coefficient = (
+            name in said for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+        )
+        if names_coefficient and not names_kind:
+            merged.moe_router_load_balancing_type = None
+        elif names_kind and not names_coefficient:
+            merged.moe_aux_loss_coeff = 0.0
     takes_tokenizer = not any(config.says("data", name) for name in _TOKENIZER) and "vocab_size" not in said
     if takes_tokenizer:
         data = stored_configuration(stored)[0].data
@@ -235,29 +255,6 @@ def _adopt(stored: dict[str, Any], config: Config) -> bool:
     for name in vars(merged):
         setattr(config.model, name, getattr(old if name in MODEL else merged, name))
     return takes_tokenizer
-
-
-def _settle_positions(old: ModelConfig, merged: ModelConfig, said: dict[str, Any]) -> None:
-    # set the number of positions: the table's where they are learned, elsewhere at least as many as a sequence has
-    length, given = merged.seq_length or 0, said.get("max_position_embeddings")
-    rows = _value(old, "max_positions")
-    if merged.position_embedding_type == "learned_absolute" and rows is not None:
-        if length > rows or given not in (None, rows):
-            what = f"seq_length ({length})" if length > rows else f"max_position_embeddings ({given})"
-            raise ConfigError(f"{what} {_OF_TABLE.format(rows)}")
-        merged.max_position_embeddings = rows  # also where a sequence is shorter now
-    elif given is None and length > (merged.max_position_embeddings or length):
-        merged.max_position_embeddings = None
-
-
-def _settle_balance(merged: ModelConfig, said: dict[str, Any]) -> None:
-    # let a flag that begins or ends the loss for an even load do so alone, without its counterpart in the checkpoint
-    kind, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
-    if merged.moe_aux_loss_coeff and merged.moe_router_load_balancing_type == "none":
-        if coefficient in said and kind not in said:
-            merged.moe_router_load_balancing_type = None
-        elif kind in said and coefficient not in said:
-            merged.moe_aux_loss_coeff = 0.0
 
 
 _OF_TABLE = (

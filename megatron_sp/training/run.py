@@ -263,7 +263,15 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
         tell(f"note: {line}")
     if config.data.full_validation:
         for name, dataset in datasets.evaluated("valid"):
-            tell(_about_whole_set(name, len(dataset), eval_size))
+            size = len(dataset)
+            what = f"--full-validation: {name or 'the validation set'} has {size:,} samples of a sequence"
+            if size < eval_size:
+                raise DataError(
+                    f"{what}, less than a batch of {eval_size}: lower --eval-global-batch-size to {size} or less, or"
+                    " use more data"
+                )
+            left_out = f"; the last {size % eval_size} are left out" if size % eval_size else ""
+            tell(f"{what}, which are {size // eval_size:,} batches of {eval_size}{left_out}")
 
     def open_loader(dataset: Any, **training: Any) -> BatchLoader:
         loader = BatchLoader(
@@ -281,18 +289,6 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
         for split in ("valid", "test")
     }
     return RunData(datasets, train_loader, loaders)
-
-
-def _about_whole_set(name: str, samples: int, batch: int) -> str:
-    # a line about what a validation of a whole data set reads; DataError if it is less than a batch
-    what = f"--full-validation: {name or 'the validation set'} has {samples:,} samples of a sequence"
-    if samples < batch:
-        raise DataError(
-            f"{what}, less than a batch of {batch}: lower --eval-global-batch-size to {samples} or less, or use more"
-            " data"
-        )
-    left_out = f"; the last {samples % batch} are left out" if samples % batch else ""
-    return f"{what}, which are {samples // batch:,} batches of {batch}{left_out}"
 
 
 def choose_split(context: RunContext, origin: Origin | None) -> RunContext:

@@ -151,7 +151,7 @@ class TrainStep:
         replayed = None
         if self.graphs is not None:
             replayed = self.graphs.replay(micro_batches, totals, step, lr, decoupled_lr, weight_decay)
-        summary = self.passes(micro_batches, totals, step) if replayed is None else replayed.summary
+        summary, replay_update = replayed or (self.passes(micro_batches, totals, step), None)
         on_host, copied = summary, None
         if summary.is_cuda:
             on_host = host_empty(summary.shape, summary.dtype, summary.device)
@@ -161,8 +161,8 @@ class TrainStep:
         optimizer, scale, queued = self.optimizer, self.scaler.scale, self.optimizer.updates_on_device
         if queued:  # the device decides by the numbers that the host has not read yet
             self.before_update()
-            if replayed is not None and replayed.update is not None:
-                replayed.update()
+            if replay_update is not None:
+                replay_update()
                 optimizer.num_updates += 1
             else:
                 skip = self.is_left_out(summary)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,10 +80,6 @@ class TrainState:
             if name not in tensors:
                 tensors[name] = GlobalTensor.of_shard(self.specs[name], p.detach())
         return tensors | {name: GlobalTensor.whole(buffer) for name, buffer in self._buffers().items()}
-
-    def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model, or of this rank's stages."""
-        return sum(math.prod(spec.shape) for spec in self.specs.values())
 
     def _buffers(self) -> dict[str, Tensor]:
         # the buffers that a checkpoint keeps: biases of experts, and those of a foreign model's state
