@@ -22,8 +22,6 @@ LAYOUTS = {
     "tp": (2, "--tp-size", 2), "sp": (2, "--sp-size", 2), "dp": (2,),
     "tp, dp": (4, "--tp-size", 2), "tp, sp": (4, "--tp-size", 2, "--sp-size", 2), "dp 3": (3,),
 }  # fmt: skip
-LONG = ("tp, dp", "tp, sp", "dp 3")
-CASES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in LAYOUTS]
 
 
 def run_in(tmp_path: Path, layout: str, words: list[object]) -> dict[str, Any]:
@@ -41,7 +39,8 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
         assert got[name] == (value if not isinstance(value, float) else pytest.approx(value, rel=1e-5)), name
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.often("tp", "dp")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpt(tmp_path: Path, layout: str) -> None:
     run, _ = stored_models.byte_run(tmp_path)
     texts = ["The quick brown fox jumps over the lazy dog, and back.", "naïve", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]
@@ -53,7 +52,8 @@ def test_gpt(tmp_path: Path, layout: str) -> None:
         assert_same(run_in(tmp_path, layout, words), run_in(tmp_path, "alone", words))
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.often("sp")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bert(tmp_path: Path, layout: str) -> None:
     config = Config()
     config.model = ModelConfig(

@@ -35,6 +35,7 @@ MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), ("chunked", 2)]
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 
 
+@pytest.mark.often("chunked-2")
 @pytest.mark.parametrize(("mode", "chunks"), MODES)
 def test_8342_overlap_changes_no_bit(mode: Any, chunks: int, tmp_path: Path) -> None:
     """With overlap on, dq and dk were used as they had arrived, without the permutation."""
@@ -139,6 +140,7 @@ def _scaled_with_sink(scale: float) -> None:
     assert_law(m.grads(), want, FP64)
 
 
+@pytest.mark.often("0.0625")
 @pytest.mark.parametrize("scale", [1 / 16, 1024.0])
 def test_tiled_fused_logits_loss_honours_scaling_with_accumulation(scale: float, tmp_path: Path) -> None:
     """The same with gradient accumulation, or a loss scale."""
@@ -175,6 +177,7 @@ def _dense(x: Tensor, w_qkv: Tensor, w_proj: Tensor, n: int, d: int) -> Tensor:
     return x + (scores.softmax(-1) @ v).permute(2, 0, 1, 3).reshape(s, b, n * d) @ w_proj.t()
 
 
+@pytest.mark.often("split-qkv-1")
 @pytest.mark.parametrize(("mode", "chunks"), MODES)
 def test_leaf_and_frozen_inputs_go_through(mode: Any, chunks: int, tmp_path: Path) -> None:
     """Backward hooks were put on the nodes after q and k, which do not exist for leaves and for inputs without gradient: it crashed."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from support.training import train
 
+from megatron_sp.ops import availability
 from megatron_sp.report.page import figures, page, state_of
 from megatron_sp.report.reading import read_run
 from megatron_sp.report.run_history import are_equal
@@ -14,16 +15,20 @@ from megatron_sp.report.time_use import time_line, totals
 PARTS = ("overview", "curves", "time", "prediction", "exchanges", "environment", "configuration")
 
 
+def without_pictures(rank: int) -> None:
+    """matplotlib takes seconds to load."""
+    availability.find = lambda name: availability.Kernel(name, False, reason=f"{name} is not installed")  # type: ignore[assignment]
+
+
 def test_an_interrupted_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--save", run, "--save-interval", 3, "--sp-size", 2, "--report-overlap", 2, "--train-iters", 14, "--eval-interval", 4)
-    train(tmp_path, *flags, "--eval-iters", 1, ranks=2, fault="kill:rank=1:at=step.forward:step=6")
+    train(tmp_path, *flags, "--eval-iters", 1, ranks=2, setup=without_pictures, fault="kill:rank=1:at=step.forward:step=6")
     killed = read_run(run)
     assert figures(killed).step == 5 and killed.config["model"]["num_layers"] == 2
     assert state_of(killed, 0.0).word == "failed" and "rank 1 (pid" in state_of(killed, 0.0).why
-    train(tmp_path, *flags, "--eval-iters", 1, "--auto-resume", "--lr", 2e-2, "--override-opt-param-scheduler", ranks=2, attempt=1).expect(
-        0
-    )
+    again = (*flags, "--eval-iters", 1, "--auto-resume", "--lr", 2e-2, "--override-opt-param-scheduler")
+    train(tmp_path, *again, ranks=2, attempt=1, setup=without_pictures).expect(0)
     files = read_run(run)
     f, spans = figures(files), time_line(files.attempts)
     assert (f.step, f.train_iters, f.interruptions, f.skipped) == (14, 14, 1, 0) and files.notes == []

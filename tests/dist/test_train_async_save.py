@@ -32,7 +32,6 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "tp 2": (2, ("--tensor-model-parallel-size", 2)),
     "sp 2, offload": (2, ("--sp-size", 2, "--zero-stage", 1, "--bf16", "--offload-optimizer")),
 }
-QUICK = ("dp 2, ZeRO 1, bf16", "tp 2")
 
 
 def write_when(condition: Callable[[], object], step: int) -> None:
@@ -64,7 +63,7 @@ def when_waited_for(step: int) -> Callable[[int], None]:
 
 
 @pytest.mark.often("dp 2, ZeRO 1, bf16")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in LAYOUTS])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_bits_in_the_memory_that_was_foreseen(tmp_path: Path, name: str) -> None:
     ranks, flags = LAYOUTS[name]
     waited, run = tmp_path / "waited", tmp_path / "run"
@@ -118,13 +117,14 @@ def _all_records(run: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(r["kind"], r) for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
 
 
+@pytest.mark.often("a signal", "bad numbers")
 @pytest.mark.parametrize(
     "flags, fault, code, saved",
     [
         pytest.param((), "sigterm:rank=1:at=step.forward:step=3", 75, (2, 4), id="a signal"),
         pytest.param(("--exit-interval", 3), "", 0, (2, 3), id="an exit"),
-        pytest.param(("--save-interval", 1, "--train-iters", 3), "", 0, (2, 3), id="the next save", marks=pytest.mark.long),
-        pytest.param(("--train-iters", 3), "", 0, (2, 3), id="the end", marks=pytest.mark.long),
+        pytest.param(("--save-interval", 1, "--train-iters", 3), "", 0, (2, 3), id="the next save"),
+        pytest.param(("--train-iters", 3), "", 0, (2, 3), id="the end"),
         pytest.param(("--max-bad-steps", 0), "nan:rank=0:at=loss:step=3", 5, (2,), id="bad numbers"),
     ],
 )

@@ -51,17 +51,14 @@ def test_all_ranks_take_what_is_fastest_on_the_slowest_and_a_resume_keeps_it(
     run = tmp_path / "run"
     said = "attention: flash3 (the fastest: flash3 500 ms, flash2 1e+03 ms, sdpa 1e+03 ms, flash4 2e+03 ms; cudnn: torch has no cuDNN here)"
     layout = ("--sequence-parallel-size", 2)
-    train(tmp_path, "--save", run, "--exit-interval", 2, *FLAGS, *layout, ranks=2).expect(0, said)
+    train(tmp_path, "--save", run, "--exit-interval", 1, *FLAGS, *layout, ranks=2).expect(0, said)
     start = records(run, "start")[0]
     assert start["attention"]["kernel"] == start["environment"]["attention"] == start["environment"]["layout"]["attention"] == "flash3"
     assert start["attention"]["ms"] == {"flash3": 500.0, "flash2": 1000.0, "sdpa": 1000.0, "flash4": 2000.0}
 
     clock.update({("flash2", 0): 0.01, ("flash2", 1): 0.01})
-    train(tmp_path, "--save", run, "--auto-resume", "--exit-interval", 3, *FLAGS, *layout, ranks=2).expect(
+    train(tmp_path, "--save", run, "--auto-resume", "--exit-interval", 2, *FLAGS, *layout, ranks=2).expect(
         0, "attention: flash3 (as before the resume)"
-    )
-    train(tmp_path, "--save", run, "--auto-resume", "--exit-interval", 4, *FLAGS, *layout, "--attention-backend", "flash4", ranks=2).expect(
-        0, "attention: flash4 (asked for; flash3 before the resume)"
     )
     other = ("--tensor-model-parallel-size", 2)
     train(tmp_path, "--save", run, "--auto-resume", *FLAGS, *other, ranks=2).expect(0, "attention: flash2 (the fastest: flash2 10 ms")
@@ -109,6 +106,7 @@ def test_a_rank_without_the_memory_to_try_them_ends_all(install_flash: Install, 
     assert "[rank 1] error: out of memory: CUDA out of memory. Tried to allocate 9 GiB" in outcome.text
 
 
+@pytest.mark.often("sdpa-fa4-FA4")
 @pytest.mark.parametrize("fastest, impl", [("sdpa-fa4", "FA4"), ("sdpa", "None")])
 def test_torchs_flash_kernel_is_the_chosen_one_in_the_end(
     install_flash: Install, clock: dict[tuple[str, int], float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: str, impl: str
@@ -169,10 +167,10 @@ def test_the_losses_are_the_same(install_flash: Install, tmp_path: Path) -> None
     losses = {}
     for backend in ("fused", "flash2", "flash3", "flash4"):
         run, said = tmp_path / backend, f"{'sdpa' if backend == 'fused' else backend} (asked"
-        train(tmp_path, "--save", run, "--train-iters", 3, "--attention-backend", backend, *FLAGS).expect(0, said)
+        train(tmp_path, "--save", run, "--train-iters", 2, "--attention-backend", backend, *FLAGS).expect(0, said)
         losses[backend] = [r["loss"] for r in records(run)]
     for found in losses.values():
-        assert found == pytest.approx(losses["fused"], rel=5e-3) and len(found) > 2
+        assert found == pytest.approx(losses["fused"], rel=5e-3) and len(found) == 2
 
 
 def test_deterministic_mode_reaches_the_kernel_and_fills_nothing(install_flash: Install, tmp_path: Path) -> None:

@@ -279,6 +279,7 @@ def test_too_few_samples_for_one_step(tmp_path: Path) -> None:
     assert [r["consumed_samples"] for r in records(run)] == [4, 8]
 
 
+@pytest.mark.often("2-32")
 @pytest.mark.parametrize("size, consumed", [(2, 24 + 4 * 2), (8, 24 + 4 * 8)])
 def test_another_batch_size_goes_on_to_the_last_step(old: Path, tmp_path: Path, size: int, consumed: int) -> None:
     """What the first part consumed stays consumed: with smaller batches the data do not end before the run."""

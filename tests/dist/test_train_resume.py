@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.often("recompute, validation, rotary", "bf16, ramp-up, cyclic, no workers", "2 ranks, warm-up, decays")
+@pytest.mark.often("bf16, ramp-up, cyclic, no workers", "2 ranks, warm-up, decays")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
     ranks, flags = VARIANTS[name]
@@ -132,6 +132,7 @@ def test_killed_in_a_step(tmp_path: Path, clean: Path, point: str, rank: int) ->
     assert not (run / "LOCK").exists()
 
 
+@pytest.mark.often("ext4-0")
 @pytest.mark.parametrize("kind, code", [("ext4", 0), ("nfs4", 8)])
 def test_the_machine_was_booted_meanwhile(tmp_path: Path, clean: Path, kind: str, code: int) -> None:
     """On a disk of its own, the same command goes on at once; on one that several share, the holder may be their namesake."""

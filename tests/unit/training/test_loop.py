@@ -31,15 +31,7 @@ from megatron_sp.utils.run_log import read_records
 
 @dataclass
 class Script:
-    """A run whose parts write down what is asked of them.
-
-    Attributes:
-        events: what has been asked, in order.
-        lines: what the user was told.
-        rates: scheduled samples for which the learning rate was asked.
-        act: called with each event when it happens; a signal can come in between.
-        results: results of steps by number; those that are not named are ordinary.
-    """
+    """A run whose parts write down what is asked of them."""
 
     train_iters: int = 6
     save_interval: int | None = None
@@ -50,11 +42,11 @@ class Script:
     config: Config = field(default_factory=Config)
     started: float = field(default_factory=time.monotonic)
     finish: bool = False
-    results: dict[int, StepResult] = field(default_factory=dict)
-    act: Callable[[str], None] = lambda _: None
-    events: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    rates: list[int] = field(default_factory=list)
+    results: dict[int, StepResult] = field(default_factory=dict)  # of steps by number; those that are not named are ordinary
+    act: Callable[[str], None] = lambda _: None  # called with each event when it happens; a signal can come in between
+    events: list[str] = field(default_factory=list)  # what has been asked, in order
+    lines: list[str] = field(default_factory=list)  # what the user was told
+    rates: list[int] = field(default_factory=list)  # scheduled samples for which the learning rate was asked
     unit: None = None  # of the learning rate's schedule: samples
     requested: bool = False
     kill_switch_path: str | None = None
@@ -157,24 +149,98 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nan_checks, "dump_bad_step", lambda *_: "a file")
 
 
-def script(eval_interval: int | None = None, exit_interval: int | None = None, **more: Any) -> Script:
+def script(eval_interval: int | None = None, **more: Any) -> Script:
+    batch = {name: more.pop(name) for name in ("exit_interval", "exit_duration_in_mins", "skip_train") if name in more}
     made = Script(**more)
-    made.config.batch.eval_interval, made.config.batch.exit_interval = eval_interval, exit_interval
+    for name, value in {"eval_interval": eval_interval, **batch}.items():
+        setattr(made.config.batch, name, value)
     return made
 
 
-def signal_at(event: str, made: Script) -> Script:
-    made.act = lambda now: setattr(made, "requested", made.requested or now.split(" of ")[0] == event)
+def at(event: str, act: Callable[[Script], None], made: Script) -> Script:
+    """Let something happen at an event."""
+    made.act = lambda now: act(made) if now.split(" of ")[0] == event else None
     return made
 
 
-def test_saves_and_validations_at_their_intervals_and_at_the_end() -> None:
-    made = script(3, save_interval=2)
-    assert made.train() == 0
-    assert made.happened == ("step 1, step 2, save 2, step 3, valid 3, step 4, save 4, step 5, step 6, last save 6, valid 6, test 6"), (
-        "the last step is saved and validated once"
-    )
-    assert made.status == [("done", 0, 6)] and made.lines[-1] == "stopped at step 6: the run is complete"
+def signalled(made: Script) -> None:
+    made.requested = True
+
+
+SIX = "step 1, step 2, save 2, valid 2, step 3, step 4, save 4, valid 4, step 5, step 6, last save 6, valid 6"
+GOES_ON = "; the same command with --auto-resume goes on from here"
+RUNS: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
+    # what is scripted, the event at which a signal comes, exit code, what happens, the last line
+    "saves and validations at their intervals, and once at the end": (
+        {"eval_interval": 3, "save_interval": 2}, "", 0,
+        "step 1, step 2, save 2, step 3, valid 3, step 4, save 4, step 5, step 6, last save 6, valid 6, test 6",
+        "stopped at step 6: the run is complete",
+    ),
+    "an exit after the save and the validation of its step, neither tested nor finished": (
+        {"eval_interval": 4, "exit_interval": 4, "save_interval": 2, "finish": True}, "", 0,
+        "step 1, step 2, save 2, step 3, step 4, save 4, valid 4, last save 4", "stopped at step 4: --exit-interval",
+    ),
+    "a signal leaves out what takes long": (
+        {"eval_interval": 3, "save_interval": 3, "finish": True}, "step 3", 75, "step 1, step 2, step 3, last save 3",
+        f"stopped at step 3: a signal asked for it{GOES_ON}",
+    ),
+    "a signal in the last step leaves the evaluation to a restart": (
+        {"train_iters": 2, "save_interval": 9}, "step 2", 75, "step 1, step 2, last save 2",
+        f"stopped at step 2: a signal asked for it{GOES_ON}",
+    ),
+    "a signal in a save": (
+        {"eval_interval": 2, "save_interval": 2}, "save 2", 75, "step 1, step 2, save 2, last save 2",
+        f"stopped at step 2: a signal asked for it{GOES_ON}",
+    ),
+    "a signal in a validation": (
+        {"eval_interval": 2, "save_interval": 2}, "valid 2", 75, "step 1, step 2, save 2, valid 2, last save 2",
+        f"stopped at step 2: a signal asked for it{GOES_ON}",
+    ),
+    "a signal in the last validation": (
+        {"eval_interval": 2, "save_interval": 2, "finish": True}, "valid 6", 75, SIX, "stopped at step 6: the run is complete",
+    ),
+    "a signal in the test": (
+        {"eval_interval": 2, "save_interval": 2, "finish": True}, "test 6", 75, f"{SIX}, test 6", "stopped at step 6: the run is complete",
+    ),
+    "a signal without --save, which promises nothing": (
+        {}, "step 2", 75, "step 1, step 2", "stopped at step 2: a signal asked for it; nothing was saved, for there is no --save",
+    ),
+    "a duration that is over, which is no preemption": (
+        {"save_interval": 5, "started": time.monotonic() - 3600, "exit_duration_in_mins": 50}, "", 0, "step 1, last save 1",
+        "stopped at step 1: --exit-duration-in-mins",
+    ),
+    "a finished run is evaluated and finished": (
+        {"eval_interval": 2, "save_interval": 2, "start": Progress(step=6), "finish": True}, "", 0, "valid 6, test 6, finish", "",
+    ),
+    "--skip-train only evaluates": ({"eval_interval": 2, "skip_train": True}, "", 0, "valid 0, test 0", ""),
+    "a validation that a kill prevented is made up for": (
+        {"eval_interval": 2, "start": Progress(step=4), "continues_own": True}, "", 0, "valid 4, step 5, step 6, valid 6, test 6",
+        "stopped at step 6: the run is complete; nothing was saved, for there is no --save",
+    ),
+    "one that none prevented is not": (
+        {"eval_interval": 2, "start": Progress(step=4), "continues_own": True, "evaluated": ("valid",)}, "", 0,
+        "step 5, step 6, valid 6, test 6", "stopped at step 6: the run is complete; nothing was saved, for there is no --save",
+    ),
+    "nor that of another run, whose checkpoint was loaded": (
+        {"eval_interval": 2, "start": Progress(step=4)}, "", 0, "step 5, step 6, valid 6, test 6",
+        "stopped at step 6: the run is complete; nothing was saved, for there is no --save",
+    ),
+    "nor that of initial weights, also of a converted checkpoint": (
+        {"eval_interval": 2, "train_iters": 1, "continues_own": True}, "", 0, "step 1, valid 1, test 1",
+        "stopped at step 1: the run is complete; nothing was saved, for there is no --save",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_happens_in_which_order(name: str) -> None:
+    given, event, code, happened, last_line = RUNS[name]
+    made = at(event, signalled, script(**given))
+    assert (made.train(), made.happened) == (code, happened)
+    assert made.status == [("preempted" if code == 75 else "done", code, made.progress.step)]
+    stopped = [line for line in made.lines if line.startswith("stopped")]
+    assert stopped == [last_line] * bool(last_line)
+    assert ("valid at step 4: done already, as metrics.jsonl says" in made.lines) == bool(made.evaluated)
 
 
 def test_a_step_is_reported_before_what_it_leads_to() -> None:
@@ -183,55 +249,10 @@ def test_a_step_is_reported_before_what_it_leads_to() -> None:
     assert [event.split(" of ")[0] for event in made.events[:5]] == ["step 1", "report 1", "save 1", "valid 1", "step 2"]
 
 
-def test_exit_interval_ends_the_process_after_the_save_and_the_validation_of_its_step() -> None:
-    made = script(4, 4, save_interval=2, finish=True)
-    assert made.train() == 0
-    assert made.happened == "step 1, step 2, save 2, step 3, step 4, save 4, valid 4, last save 4", "neither tested nor finished"
-    assert made.status == [("done", 0, 4)] and made.lines[-1].startswith("stopped at step 4: --exit-interval")
-
-
-def test_a_signal_ends_the_run_after_the_step_with_a_save_and_code_75() -> None:
-    made = signal_at("step 3", script(3, save_interval=3, finish=True))
-    assert made.train() == 75
-    assert made.happened == "step 1, step 2, step 3, last save 3", "what takes long is left out"
-    assert made.status == [("preempted", 75, 3)]
-    assert made.lines[-1] == "stopped at step 3: a signal asked for it; the same command with --auto-resume goes on from here"
-
-
-def test_a_signal_in_the_last_step_leaves_the_evaluation_to_a_restart() -> None:
-    made = signal_at("step 6", script(save_interval=9))
-    assert made.train() == 75 and made.happened.endswith("step 5, step 6, last save 6") and made.status == [("preempted", 75, 6)]
-
-
-@pytest.mark.parametrize(
-    ("event", "happened"),
-    [
-        ("save 2", "step 1, step 2, save 2, last save 2"),
-        ("valid 2", "step 1, step 2, save 2, valid 2, last save 2"),
-        ("valid 6", "step 1, step 2, save 2, valid 2, step 3, step 4, save 4, valid 4, step 5, step 6, last save 6, valid 6"),
-        ("test 6", "step 1, step 2, save 2, valid 2, step 3, step 4, save 4, valid 4, step 5, step 6, last save 6, valid 6, test 6"),
-    ],
-)
-def test_a_signal_between_steps(event: str, happened: str) -> None:
-    made = signal_at(event, script(2, save_interval=2, finish=True))
-    assert (made.train(), made.happened) == (75, happened)
-
-
-def test_without_save_a_signal_still_ends_it_and_nothing_is_promised() -> None:
-    made = signal_at("step 2", script())
-    assert made.train() == 75
-    assert made.lines[-1] == "stopped at step 2: a signal asked for it; nothing was saved, for there is no --save"
-
-
-@pytest.mark.parametrize(
-    ("event", "happened"),
-    [
-        ("report 1", "step 1, step 2, last save 2"),
-        ("save 2", "step 1, step 2, save 2, last save 2"),
-        ("valid 2", "step 1, step 2, save 2, valid 2, last save 2"),
-        ("test 6", "step 1, step 2, save 2, valid 2, step 3, step 4, save 4, valid 4, step 5, step 6, last save 6, valid 6, test 6"),
-    ],
-)
+@pytest.mark.parametrize(("event", "happened"), [
+    ("report 1", "step 1, step 2, last save 2"), ("save 2", "step 1, step 2, save 2, last save 2"),
+    ("valid 2", "step 1, step 2, save 2, valid 2, last save 2"), ("test 6", f"{SIX}, test 6"),
+])  # fmt: skip
 def test_a_kill_switch_stops_as_a_signal_does_though_the_file_is_gone_again(event: str, happened: str, tmp_path: Path) -> None:
     switch = tmp_path / "stop"
     made = script(2, save_interval=2, kill_switch_path=str(switch))
@@ -245,49 +266,8 @@ def test_a_kill_switch_stops_as_a_signal_does_though_the_file_is_gone_again(even
     made.act = act
     assert (made.train(), made.happened) == (75, happened)
     if event != "test 6":
-        assert made.lines[-1] == (
-            "stopped at step 2: the file of --kill-switch-path is there; when the file is removed, the same command with --auto-resume goes"
-            " on from here"
-        )
-
-
-def test_exit_duration_is_no_preemption() -> None:
-    made = script(save_interval=5, started=time.monotonic() - 3600)
-    made.config.batch.exit_duration_in_mins = 50
-    assert made.train() == 0 and made.happened == "step 1, last save 1"
-    assert made.lines[-1] == "stopped at step 1: --exit-duration-in-mins"
-
-
-def test_a_finished_run_is_evaluated_and_finished_but_takes_no_step() -> None:
-    made = script(2, save_interval=2, start=Progress(step=6), finish=True)
-    assert made.train() == 0 and made.happened == "valid 6, test 6, finish"
-
-
-def test_skip_train_only_evaluates() -> None:
-    made = script(2)
-    made.config.batch.skip_train = True
-    assert made.train() == 0 and made.happened == "valid 0, test 0"
-
-
-@pytest.mark.parametrize(
-    ("evaluated", "happened"), [((), "valid 4, step 5, step 6, valid 6, test 6"), (("valid",), "step 5, step 6, valid 6, test 6")]
-)
-def test_a_validation_that_a_kill_prevented_is_made_up_for(evaluated: tuple[str, ...], happened: str) -> None:
-    made = script(2, start=Progress(step=4), continues_own=True, evaluated=evaluated)
-    assert made.train() == 0 and made.happened == happened
-    assert ("valid at step 4: done already, as metrics.jsonl says" in made.lines) == bool(evaluated)
-
-
-def test_the_validation_of_another_run_is_not_made_up_for() -> None:
-    """Its checkpoint was loaded from elsewhere, and its records with it."""
-    made = script(2, start=Progress(step=4))
-    assert made.train() == 0 and made.happened == "step 5, step 6, valid 6, test 6"
-
-
-def test_initial_weights_are_not_validated() -> None:
-    """Also those of a converted checkpoint, at step 0."""
-    made = script(2, train_iters=1, continues_own=True)
-    assert made.train() == 0 and made.happened == "step 1, valid 1, test 1"
+        again = "when the file is removed, the same command with --auto-resume goes on from here"
+        assert made.lines[-1] == f"stopped at step 2: the file of --kill-switch-path is there; {again}"
 
 
 def test_a_last_save_that_failed_is_the_exit_code() -> None:

@@ -195,17 +195,7 @@ def test_the_run_tells_the_form_whether_triton_is_there(monkeypatch: pytest.Monk
 def test_attention_that_is_repeated_after_all_keeps_nothing() -> None:
     """The form says what a kernel can keep; the run's ranks may have found that theirs cannot."""
     gpu, modes = torch.device("cuda"), {"mode": "none", "chunks": 2}
-    full = (
-        "--bf16",
-        "--attention-dropout",
-        "0",
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "uniform",
-        "--recompute-num-layers",
-        "1",
-    )
+    full = ["--bf16", "--attention-dropout=0", "--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
     given = config(*full)
     kept, repeated = (MemoryEstimate(given, modes, 4, 2, gpu, "flash4", repeats_attention=repeats).memory for repeats in (False, True))
     asked = MemoryEstimate(config(*full, "--recompute-attention", "full"), modes, 4, 2, gpu).memory

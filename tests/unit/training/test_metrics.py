@@ -40,17 +40,8 @@ class Writer:
 
 def test_values_that_json_does_not_have(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, LoggingConfig(), 0, {})
-    log.write(
-        "train",
-        step=1,
-        loss=float("nan"),
-        up=float("inf"),
-        down=-float("inf"),
-        nothing=None,
-        name="é\n",
-        small=1e-300,
-        inner={"a": [math.nan]},
-    )
+    odd = {"loss": math.nan, "up": math.inf, "down": -math.inf, "nothing": None, "name": "é\n", "small": 1e-300, "inner": {"a": [math.nan]}}
+    log.write("train", step=1, **odd)
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line.count("\n") == 1
     record = json.loads(line, parse_constant=lambda text: pytest.fail(text))

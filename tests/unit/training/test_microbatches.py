@@ -1,15 +1,19 @@
-"""The batch plan against a step-by-step simulation and against the rule it implements."""
+"""The batch plan against a step-by-step simulation and the rule it implements; what the loader is told by --balance-rows."""
 
 from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.config.schema import BatchConfig
-from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.schema import BatchConfig, Config
+from megatron_sp.data.dataset import Sample
+from megatron_sp.training.microbatches import BatchPlan, row_dealer, warning_about_documents
+from megatron_sp.utils.errors import ConfigError
 
 
 @st.composite
@@ -39,7 +43,7 @@ def rule(plan: BatchPlan, consumed: int) -> int:
 
 
 @given(plans(), st.integers(0, 600))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_size_of_a_batch(plan: BatchPlan, consumed: int) -> None:
     size = plan.global_batch_size(consumed)
     assert size == rule(plan, consumed)
@@ -47,7 +51,7 @@ def test_size_of_a_batch(plan: BatchPlan, consumed: int) -> None:
 
 
 @given(plans(), st.integers(0, 60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_sums_over_steps(plan: BatchPlan, num_steps: int) -> None:
     consumed = 0
     for _ in range(num_steps):
@@ -60,7 +64,7 @@ def test_sums_over_steps(plan: BatchPlan, num_steps: int) -> None:
 
 
 @given(plans(), st.integers(0, 3000), st.integers(0, 30), st.integers(1, 12), st.integers(1, 12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_steps_until_tokens_are_consumed(plan: BatchPlan, tokens: int, before: int, short: int, change: int) -> None:
     def length(step: int) -> int:
         return min(short, 7) if step < change else 7
@@ -106,3 +110,76 @@ def test_the_ramp_does_not_depend_on_the_ranks() -> None:
     sizes = [[BatchPlan.from_config(config, dp).global_batch_size(c) for c in range(0, 140)] for dp in (1, 2, 4, 8)]
     assert sizes[0] == sizes[1] == sizes[2] == sizes[3]
     assert (sizes[0][33], sizes[0][34], sizes[0][99], sizes[0][100]) == (8, 16, 24, 32)
+
+
+# rows by their attention
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --vocab-size 100 --train-iters 10 --lr 1e-3 --mock-data"
+    " --micro-batch-size 2 --global-batch-size 4 --reset-attention-mask"
+)
+ROWS = [[4, 4], [8], [1] * 8, [6, 2]]
+
+
+class Rows:
+    """Rows of given documents; what the index says of them may be something else."""
+
+    def __init__(self, indexed: list[list[int]] = ROWS) -> None:
+        self.indexed = indexed
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, i: int) -> Sample:
+        return {"documents": np.repeat(np.arange(3, 3 + len(ROWS[i])), ROWS[i])}
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        return np.array(self.indexed[i])
+
+    def fingerprint(self) -> str:
+        return ""
+
+    def where(self, i: int) -> str:
+        return ""
+
+
+def parse(more: str = "", family: str = "gpt") -> Config:
+    flags = FLAGS.replace("--reset-attention-mask", "") if family == "bert" else FLAGS
+    return config_from_args([*flags.split(), *more.split()], family=family)
+
+
+def test_what_a_run_deals_by() -> None:
+    dealer = row_dealer(parse("--balance-rows --window-size 5"), Rows(), 2)
+    assert dealer is not None
+    assert (dealer.micro_batch_size, dealer.dp_size, dealer.causal, dealer.window) == (2, 2, True, 5)
+    assert dealer.document_lengths(3).tolist() == [6, 2]
+    bert = row_dealer(parse("--balance-rows --bert-pack-sequences --bert-no-binary-head", "bert"), Rows(), 2)
+    assert bert is not None and not bert.causal and bert.window is None
+    assert row_dealer(parse(), Rows(), 2) is None
+
+
+def test_without_packed_documents_it_has_no_effect() -> None:
+    line = "--balance-rows (without --reset-attention-mask or --bert-pack-sequences it has no effect)"
+    plain = config_from_args([*FLAGS.split()[:-1], "--balance-rows"])
+    assert not plain.parallel.balance_rows and line in plain.ignored_flags
+    packed = parse("--balance-rows")
+    assert packed.parallel.balance_rows and line not in packed.ignored_flags
+    assert parse("--balance-rows --bert-pack-sequences --bert-no-binary-head", "bert").parallel.balance_rows
+
+
+def test_a_task_whose_data_know_no_documents() -> None:
+    class Texts:
+        __len__, __getitem__, fingerprint, where = Rows.__len__, Rows.__getitem__, Rows.fingerprint, Rows.where
+
+    with pytest.raises(ConfigError, match="--balance-rows needs rows of packed documents whose lengths an index says"):
+        row_dealer(parse("--balance-rows"), Texts(), 2)  # type: ignore[arg-type]
+    assert row_dealer(parse(), Texts(), 2) is None  # type: ignore[arg-type]
+    assert warning_about_documents(parse("--balance-rows"), Texts()) is None  # type: ignore[arg-type]
+
+
+def test_an_index_that_knows_other_documents() -> None:
+    other = Rows([[4, 4], [7, 1], [1] * 8, [8]])
+    warning = warning_about_documents(parse("--balance-rows"), other)
+    assert warning is not None and "in 2 of 4 rows looked at" in warning and "--append-eod" in warning
+    assert warning_about_documents(parse("--balance-rows"), Rows()) is None
+    assert warning_about_documents(parse(), other) is None and warning_about_documents(parse("--balance-rows"), None) is None

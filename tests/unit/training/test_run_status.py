@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from megatron_sp.training import setup
 from megatron_sp.training.setup import RunStatus
@@ -34,24 +35,24 @@ def test_a_failure_is_not_written_over(tmp_path: Path) -> None:
 
 def test_a_failure_while_rank_0_writes_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has looked and found no failure, and is about to write, when another process fails and says so."""
-    ours, theirs = opened(0, tmp_path), opened(1, tmp_path)
+    ours, theirs, writes = opened(0, tmp_path), opened(1, tmp_path), tmp_path / "writes"
     ours.write("running")
-    pids: list[int] = []
+    pid = os.fork()
+    if pid == 0:
+        wait_until(writes.exists)
+        theirs.write("failed", 1, "a bug")
+        os._exit(0)
 
     def write_late(path: Path, record: dict[str, Any]) -> None:
-        if not pids:
-            pids.append(os.fork())
-            if pids[0] == 0:
-                theirs.write("failed", 1, "a bug")
-                os._exit(0)
-            end = time.monotonic() + 0.3  # time enough for the other to write, unless it is kept from it
-            while time.monotonic() < end and read_status(tmp_path)["status"] != "failed":
-                time.sleep(0.005)
+        writes.touch()
+        end = time.monotonic() + 0.3  # time enough for the other to write, unless it is kept from it
+        while time.monotonic() < end and read_status(tmp_path)["status"] != "failed":
+            time.sleep(0.005)
         atomic_write_json(path, record)
 
     monkeypatch.setattr(setup, "atomic_write_json", write_late)
     ours.write("running", step=5)
-    os.waitpid(pids[0], 0)
+    os.waitpid(pid, 0)
     assert read_status(tmp_path)["message"] == "a bug"
 
 
