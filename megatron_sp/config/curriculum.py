@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from megatron_sp.config.schema import Config
 
+# a rule is a condition and a sentence
+# fmt: off
 _FORMS = {
     "fixed_linear": "fixed_linear SHORTEST LONGEST STEPS MULTIPLE",
     "fixed_root": "fixed_root SHORTEST LONGEST STEPS MULTIPLE DEGREE",
@@ -98,19 +100,13 @@ def curriculum_violations(config: Config) -> Iterator[str]:
         yield f"seq_length_curriculum: {error}"
         return
     if config.model.is_bert:
-        yield (
-            "--seq-length-curriculum cuts off GPT's samples, which are tokens of a stream; those of BERT are whole:"
-            " leave it out"
-        )
+        yield ("--seq-length-curriculum cuts off GPT's samples, which are tokens of a stream; those of BERT are whole:"
+            " leave it out")
     chunks, slices = config.kernels.mlp_chunks, config.parallel.num_pipeline_slices
     positions = -(-first // config.parallel.num_shards)
     if chunks > positions:
-        yield (
-            f"mlp_chunks ({chunks}) must be at most the positions of a rank ({positions} of the first {first} tokens"
-            f" of --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer sequences"
-        )
+        yield (f"mlp_chunks ({chunks}) must be at most the positions of a rank ({positions} of the first {first} tokens"
+            f" of --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer sequences")
     if slices > first:
-        yield (
-            f"pipeline_slices ({slices}) must be at most the first length of --seq-length-curriculum ({first}): use"
-            f" --pipeline-slices {first} or less, or begin with longer sequences"
-        )
+        yield (f"pipeline_slices ({slices}) must be at most the first length of --seq-length-curriculum ({first}): use"
+            f" --pipeline-slices {first} or less, or begin with longer sequences")

@@ -9,24 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from megatron_sp.config.fields import MAX_NUMBER, When, field_kinds, flag_name
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_model import resolve_gelu, resolve_groups, shape_violations, variant_violations
-from megatron_sp.config.rules_training import (
-    batch_violations,
-    learning_rate_violations,
-    length_violations,
-    optimizer_violations,
-    precision_violations,
-    resolve_batch_size,
-)  # fmt: skip
+from megatron_sp.config.rules_training import batch_violations, length_violations, resolve_batch_size, value_violations
 from megatron_sp.config.schema import FIELDS, GROUPS, PEAK_TFLOPS, Config, default_type, raise_all
 from megatron_sp.utils.numbers import MAX_COUNT
 
+# a rule is a condition and a sentence
+# fmt: off
 NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the ranks talk over gloo)"
 """The line about a backend that the machine cannot have."""
 _MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems allow 255 and 4,095, and files inside the folder need some of them
@@ -43,6 +39,7 @@ def normalize(config: Config) -> Config:
     Modifies ``config`` in place and returns it; idempotent.
     """
     model, kernels, data, parallel = config.model, config.kernels, config.data, config.parallel
+    checkpoint, lines = config.checkpoint, list[str]()
     if parallel.use_distributed_optimizer and parallel.zero_stage == 0:
         parallel.zero_stage = 1
     if parallel.stage3_use_all_reduce_for_fetch_params:
@@ -60,7 +57,10 @@ def normalize(config: Config) -> Config:
         from megatron_sp.config.rules_pipeline import resolve_stages
 
         resolve_stages(config)
-    lines = [*_resolve_source(config)]
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and not checkpoint.auto_resume and has_shape(config):
+        checkpoint.use_checkpoint_args = False
+        lines.append(
+            "--use-checkpoint-args (without --load there is no checkpoint; the model is what the other flags say)")
     if _asks(parallel, *_CONTEXT):
         from megatron_sp.config.rules_layout import resolve_comm_type
 
@@ -90,9 +90,7 @@ def violations(config: Config, world_size: int) -> list[str]:
         *(_about_model(config, world_size) if config.knows_model else ()),
         *_layout_and_batch(config, world_size),
         *length_violations(config),
-        *learning_rate_violations(config),
-        *optimizer_violations(config),
-        *precision_violations(config),
+        *value_violations(config),
         *data_violations(config),
         *_checkpoint(config),
         *_logging_and_graphs(config, world_size),
@@ -186,40 +184,26 @@ def drop_unused(config: Config) -> list[str]:
     unmet = {key: [c for c in conditions if not c.holds(config)] for key, conditions in _CONDITIONAL.items()}
     for key, missing in unmet.items():
         if missing and (config.knows_model or not any(condition.of_model for condition in _CONDITIONAL[key])):
-            lines.append(_drop(config, *key, missing[0].reason, _wrong_values, keeps=missing[0].keeps))
+            lines.append(_drop(config, *key, missing[0].reason, checks=True, keeps=missing[0].keeps))
     return list(filter(None, lines))
 
 
-def _drop(config: Config, group: str, name: str, why: str, wrong: Any = None, *, keeps: bool = False) -> str:
+def _drop(config: Config, group: str, name: str, why: str, *, checks: bool = False, keeps: bool = False) -> str:
     # reset a field that is not read, and return the line about it; empty if it was not set, or if a rule rejects it
     default, value = FIELDS[group, name].default, config.get(group, name)
     where, flag = config.given.get((group, name), ""), flag_name(name)
     # a switch that is given as it is anyway asks for nothing, nor does a file that has every field
     is_set = value != default or (where.startswith("--") and not isinstance(value, bool))
-    if not is_set or (value != default and wrong and any(flag in text or name in text for text in wrong(config))):
+    if not is_set:
         return ""
+    if value != default and checks:
+        rules = variant_violations(config.model), value_violations(config), data_violations(config)
+        if any(flag in text or name in text for text in _range_texts(config) or chain(*rules)):
+            return ""
     if not keeps:
         config.set(group, name, default)
     line = f"{where or flag} ({why})"
     return line if config.says(group, name, value) and line not in config.ignored_flags else ""
-
-
-def _wrong_values(config: Config) -> Collection[str]:
-    return _range_texts(config) or [
-        *variant_violations(config.model),
-        *learning_rate_violations(config),
-        *optimizer_violations(config),
-        *precision_violations(config),
-        *data_violations(config),
-    ]
-
-
-def _resolve_source(config: Config) -> Iterator[str]:
-    # drop --use-checkpoint-args where there is no checkpoint and the other flags say what the model is
-    checkpoint = config.checkpoint
-    if checkpoint.use_checkpoint_args and checkpoint.load is None and not checkpoint.auto_resume and has_shape(config):
-        checkpoint.use_checkpoint_args = False
-        yield "--use-checkpoint-args (without --load there is no checkpoint; the model is what the other flags say)"
 
 
 # --------------------------------------------------------------------------------------------------------- violations
@@ -303,15 +287,14 @@ def _unusable(value: Any, base: str, about: Mapping[str, Any]) -> str:
             what = f"a name of {longest} bytes, and the longest have {_MAX_NAME}"
         return f" ({value[:40]}...) has {what}"
     low, high = about["low"], about["high"]
-    if low is not None and value < low:
-        return f" ({_show(value)}) must be at least {_show(low)}"
     if high is None:
         high = MAX_COUNT if base == "int" else MAX_NUMBER
-    return f" ({_show(value)}) must be at most {_show(high)}" if abs(value) > high else ""
-
-
-def _show(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    is_below = low is not None and value < low
+    if not is_below and abs(value) <= high:
+        return ""
+    numbers = value, low if is_below else high
+    shown, bound = (f"{number:g}" if isinstance(number, float) else number for number in numbers)
+    return f" ({shown}) must be at {'least' if is_below else 'most'} {bound}"
 
 
 def _checkpoint(config: Config) -> Iterator[str]:
@@ -341,13 +324,11 @@ def _logging_and_graphs(config: Config, world_size: int) -> Iterator[str]:
         yield f"profile_ranks names rank {absent[0]}, but the ranks are 0 to {world_size - 1}"
     if log.report_overlap is not None:
         if parallel.replica_size == parallel.expert_model_parallel_size == 1:
-            yield (
-                "--report-overlap is about the exchanges of sequence-, context-, tensor- and pipeline-parallel ranks,"
-                " and with sequence_parallel_size 1, context_parallel_size 1, tensor_model_parallel_size 1 and"
+            yield ("--report-overlap is about the exchanges of sequence-, context-, tensor- and pipeline-parallel"
+                " ranks, and with sequence_parallel_size 1, context_parallel_size 1, tensor_model_parallel_size 1 and"
                 " pipeline_model_parallel_size 1 there are none to report: add --sequence-parallel-size N,"
                 " --context-parallel-size N, --tensor-model-parallel-size N or --pipeline-model-parallel-size N, or"
-                " leave it out"
-            )
+                " leave it out")
         measures = "--report-overlap measures training steps"
         if config.batch.skip_train:
             yield f"{measures}, and --skip-train takes none: give one of them"

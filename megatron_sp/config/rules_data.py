@@ -17,6 +17,8 @@ from megatron_sp.config.fields import flag_name
 from megatron_sp.config.schema import FIELDS, SENTENCEPIECE, WORDPIECE, Config
 from megatron_sp.utils.files import read_text
 
+# a rule is a condition and a sentence
+# fmt: off
 _MOST_BYTES = 256 * 1024
 _FORM = '"NAME: WEIGHT BEGIN:END PREFIX, WEIGHT BEGIN:END PREFIX"'
 _PARTS = ("train", "valid", "test")
@@ -31,7 +33,7 @@ def data_violations(config: Config) -> Iterator[str]:
         ("--mock-data", data.mock_data), ("--data-path", data.data_path),
         ("/".join(f"--{part}-data-path" for part in own_paths), own_paths),
         ("/".join(f"--{part}-weighted-split-paths" for part in groups), groups),
-    ) if given]  # fmt: skip
+    ) if given]
     if not sources:
         yield "there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens"
     if len(sources) > 1:
@@ -62,16 +64,12 @@ def _validation(config: Config) -> Iterator[str]:
             yield "--full-validation is about files, and the tokens of --mock-data have no end: leave it out"
         words = data.data_path or data.valid_data_path
         if (len(words) > 2 and _is_number(words[0])) or any("," in text for text in data.valid_weighted_split_paths):
-            yield (
-                "--full-validation reads all data of a set once, and a blend by weights does not: give"
-                " --valid-data-path without weights, or each data set a group of its own"
-            )
+            yield ("--full-validation reads all data of a set once, and a blend by weights does not: give"
+                " --valid-data-path without weights, or each data set a group of its own")
     if data.multiple_validation_sets:
         if not (data.valid_data_path or data.test_data_path):
-            yield (
-                "--multiple-validation-sets is about the sets of --valid-data-path and --test-data-path: give one of"
-                " them, or leave it out"
-            )
+            yield ("--multiple-validation-sets is about the sets of --valid-data-path and --test-data-path: give one of"
+                " them, or leave it out")
         for name, words in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
             if numbers := [word for word in words if _is_number(word)]:
                 blend = "and with --multiple-validation-sets there is no blend"
@@ -104,10 +102,8 @@ def _tokenizer(config: Config) -> Iterator[str]:
     data, kind, vocab_size = config.data, config.data.tokenizer_type, config.model.vocab_size
     needs = f"--tokenizer-type {kind} needs"
     if kind is None and config.knows_model:
-        yield (
-            "the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no"
-            " file)"
-        )
+        yield ("the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no"
+            " file)")
     if kind in (*SENTENCEPIECE, "HuggingFaceTokenizer") and not data.tokenizer_model:
         yield f"{needs} --tokenizer-model FILE"
     if kind == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
@@ -132,10 +128,8 @@ def _bert_data(config: Config) -> Iterator[str]:
     if data.short_seq_prob > 1:
         yield f"short_seq_prob ({data.short_seq_prob}) must be in [0, 1]"
     if data.bert_pack_sequences and config.model.has_order_head and config.knows_model:
-        yield (
-            "--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments"
-            " of each: add --bert-no-binary-head, or leave it out"
-        )
+        yield ("--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments"
+            " of each: add --bert-no-binary-head, or leave it out")
     of_documents = [
         name for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, name)
     ]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_model import ModelConfig
 
+# a rule is a condition and a sentence
+# fmt: off
 _FLASH_HEAD_DIM = 256
 _PLAIN = ("unfused", "local")
 _EXPERTS = "the host reads how many tokens each expert has (--num-experts)"
@@ -28,48 +30,34 @@ def kernel_violations(config: Config) -> Iterator[str]:
             rule = "computes in fp32, bf16 and fp16 only, not float64"
             yield f"--fused-kernels {fused} {rule}: use auto, or another precision"
         if fused == "apex" and config.parallel.offload_optimizer and config.optimizer.optimizer == "adam":
-            yield (
-                "--fused-kernels apex updates on the GPU, --offload-optimizer on the host: use --fused-kernels auto, or"
-                " drop the latter"
-            )
+            yield ("--fused-kernels apex updates on the GPU, --offload-optimizer on the host: use --fused-kernels auto,"
+                " or drop the latter")
     granularity, method, layers = kernels.recompute_granularity, kernels.recompute_method, kernels.recompute_num_layers
     if kernels.recompute_activations and granularity == "full":
         yield "--recompute-activations means --recompute-granularity selective, but full was given: drop one"
     if granularity == "selective" and method:
-        yield (
-            "--recompute-method chooses whole blocks and needs --recompute-granularity full (given: selective): change"
-            " one of them"
-        )
+        yield ("--recompute-method chooses whole blocks and needs --recompute-granularity full (given: selective):"
+            " change one of them")
     if granularity == "full" and method == "block" and layers is None:
         yield "--recompute-method block needs --recompute-num-layers N (how many blocks to recompute)"
     if kernels.recompute_attention != "none" and granularity != "full":
-        yield (
-            f"--recompute-attention {kernels.recompute_attention} is about recomputed blocks and needs"
-            f" --recompute-granularity full (given: {granularity or 'nothing'}): change one of them"
-        )
+        yield (f"--recompute-attention {kernels.recompute_attention} is about recomputed blocks and needs"
+            f" --recompute-granularity full (given: {granularity or 'nothing'}): change one of them")
     if kernels.recompute_qkv and granularity == "selective":
-        yield (
-            "--recompute-qkv keeps attention's output, and --recompute-granularity selective computes it again: drop"
-            " one of them"
-        )
+        yield ("--recompute-qkv keeps attention's output, and --recompute-granularity selective computes it again: drop"
+            " one of them")
     shards = config.parallel.num_shards
     positions = -(-(model.seq_length or 0) // shards)
     if model.seq_length and kernels.mlp_chunks > positions:
-        yield (
-            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({model.seq_length} /"
-            f" {shards}, rounded up, = {positions}): use --mlp-chunks {positions} or less"
-        )
+        yield (f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({model.seq_length} /"
+            f" {shards}, rounded up, = {positions}): use --mlp-chunks {positions} or less")
     if layers and model.num_layers and layers > model.num_layers:
         yield f"recompute_num_layers ({layers}) must be at most num_layers ({model.num_layers})"
 
 
 def _attention(config: Config) -> Iterator[str]:
-    kernels, model, precision, backend = (
-        config.kernels,
-        config.model,
-        config.precision,
-        config.kernels.attention_backend,
-    )
+    kernels, model, precision = config.kernels, config.model, config.precision
+    backend = kernels.attention_backend
     flag = f"--attention-backend {backend}"
     if backend in ("flash", "flash2", "flash3", "flash4", "cudnn"):
         package = "cuDNN" if backend == "cudnn" else "flash-attn"
@@ -82,10 +70,8 @@ def _attention(config: Config) -> Iterator[str]:
             rule = f"takes heads up to {_FLASH_HEAD_DIM} wide, not {model.head_dim}"
             yield f"{package} {rule}: use --attention-backend auto"
     if backend in ("flash3", "flash4") and model.attention_dropout > 0:
-        yield (
-            f"FlashAttention {backend[-1]} has no attention dropout, and attention_dropout is"
-            f" {model.attention_dropout}: add --attention-dropout 0, or use --attention-backend flash2 or auto"
-        )
+        yield (f"FlashAttention {backend[-1]} has no attention dropout, and attention_dropout is"
+            f" {model.attention_dropout}: add --attention-dropout 0, or use --attention-backend flash2 or auto")
     if backend == "cudnn" and kernels.deterministic_mode:
         yield f"{flag} and --deterministic-mode exclude each other: torch refuses cuDNN's backward there; use auto"
     if backend == "cudnn" and (model.window_size is not None or config.data.reset_attention_mask):
@@ -146,5 +132,5 @@ def obstacles(config: Config) -> list[Obstacle]:
          "--check-collectives compares ranks on the host before each collective", leave_out),
         (config.logging.enable_fault_injection,
          "--enable-fault-injection acts at places of the host's code", leave_out),
-    )  # fmt: skip
+    )
     return [Obstacle(reason, way_out) for stands, reason, way_out in table if stands]

@@ -22,6 +22,8 @@ from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_parallel import ParallelConfig
 from megatron_sp.utils.numbers import division
 
+# a rule is a condition and a sentence
+# fmt: off
 DROPOUT_IN_PIECES = ("unfused", "local", "auto")  # auto then takes the plain kernel, whose masks are hashes
 _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 _SPELLINGS = {"allgather": "all_gather", "all-gather": "all_gather", "p2p+a2a": "a2a+p2p"}
@@ -43,10 +45,8 @@ def whole_replica_violations(config: Config, world_size: int) -> Iterator[str]:
     if world_size > 0 and world_size % product:
         ways = _ways_out(config, world_size, {"processes"}, "processes", "tp", "sp", *also.values())
         factors = " * ".join(str(getattr(parallel, name)) for name in names)
-        yield (
-            f"the number of processes ({world_size}) must be a multiple of {' * '.join(names)} ({factors} = {product}):"
-            f" {division(world_size, product)}{ways}"
-        )
+        yield (f"the number of processes ({world_size}) must be a multiple of {' * '.join(names)} ({factors} ="
+            f" {product}): {division(world_size, product)}{ways}")
 
 
 def split_violations(
@@ -65,17 +65,13 @@ def split_violations(
     if heads % tp:
         yield f"num_attention_heads ({heads}) {of_tp}: {division(heads, tp)}{ways('heads over tp', 'tp', 'heads')}"
     if heads < tp * sp:
-        yield (
-            f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads / tp:g}) are dealt out to the"
+        yield (f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads / tp:g}) are dealt out to the"
             f" sequence-parallel ranks (sequence_parallel_size {sp}), and each needs"
-            f" one{ways('heads over sp', 'sp', 'tp', 'heads')}"
-        )
+            f" one{ways('heads over sp', 'sp', 'tp', 'heads')}")
     groups = model.num_query_groups
     if groups and groups % tp and tp % groups:
-        yield (
-            f"num_query_groups ({groups}) {of_tp}, or divide it (then key/value heads are held by several ranks):"
-            f" {division(groups, tp)}{ways('groups over tp', 'tp', 'groups')}"
-        )
+        yield (f"num_query_groups ({groups}) {of_tp}, or divide it (then key/value heads are held by several ranks):"
+            f" {division(groups, tp)}{ways('groups over tp', 'tp', 'groups')}")
     if (model.ffn_hidden_size or model.hidden_size) and model.ffn_size % tp:
         size = model.ffn_size
         yield f"the width of the MLP ({size}) {of_tp}: {division(size, tp)}{ways('ffn', 'tp', 'ffn')}"
@@ -88,36 +84,27 @@ def exchange_violations(config: Config, world_size: int) -> Iterator[str]:
         "--sp-overlap-comm": parallel.sp_overlap_comm, "--split-qkv-linear": parallel.split_qkv_linear,
         "--sp-head-chunks": parallel.sp_head_chunks is not None,
         f"--sp-overlap-mode {mode}": mode not in (None, "none"),
-    })  # fmt: skip
+    })
     if given and parallel.sequence_parallel_size == 1 and not parallel.measures_split:
-        yield (
-            f"{given} about the exchanges of Ulysses, and with sequence_parallel_size 1 there are"
-            f" none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or leave the flag out"
-        )
-    heads, tp, sp = (
-        config.model.num_attention_heads,
-        parallel.tensor_model_parallel_size,
-        parallel.sequence_parallel_size,
-    )
+        yield (f"{given} about the exchanges of Ulysses, and with sequence_parallel_size 1 there are"
+            f" none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or leave the flag out")
+    tp, sp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+    heads = config.model.num_attention_heads
     most = -(-heads // (tp * sp)) if heads else None
     if most and sp > 1 and (parallel.sp_head_chunks or 0) > most:
-        yield (
-            f"sp_head_chunks ({parallel.sp_head_chunks}) must be at most the query heads of a rank ({heads} / ({tp} *"
-            f" {sp}), rounded up, = {most}): use --sp-head-chunks {most} or less"
-        )
-    if mode is None:
-        if parallel.split_qkv_linear and parallel.sp_head_chunks is not None:
-            yield "--split-qkv-linear and --sp-head-chunks are two ways to cut the exchanges: give one"
-        return
+        yield (f"sp_head_chunks ({parallel.sp_head_chunks}) must be at most the query heads of a rank ({heads} / ({tp}"
+            f" * {sp}), rounded up, = {most}): use --sp-head-chunks {most} or less")
+    if mode is None and parallel.split_qkv_linear and parallel.sp_head_chunks is not None:
+        yield "--split-qkv-linear and --sp-head-chunks are two ways to cut the exchanges: give one"
     if mode == "none" and parallel.sp_overlap_comm:
         yield "--sp-overlap-mode none and --sp-overlap-comm contradict each other: give one"
     for flag, is_given, wanted in (
-        ("--split-qkv-linear", parallel.split_qkv_linear and mode != "split-qkv", "split-qkv"),
-        ("--sp-head-chunks", parallel.sp_head_chunks is not None and mode not in ("chunked", "auto"), "chunked"),
+        ("--split-qkv-linear", parallel.split_qkv_linear and mode not in (None, "split-qkv"), "split-qkv"),
+        ("--sp-head-chunks", parallel.sp_head_chunks is not None and mode not in (None, "chunked", "auto"), "chunked"),
     ):
         if is_given:
-            both = f"--sp-overlap-mode {mode} and {flag} contradict each other"
-            yield f"{both}: give --sp-overlap-mode {wanted}, or one of them"
+            yield (f"--sp-overlap-mode {mode} and {flag} contradict each other: give --sp-overlap-mode {wanted}, or one"
+                " of them")
 
 
 def zero_violations(config: Config) -> Iterator[str]:
@@ -128,7 +115,7 @@ def zero_violations(config: Config) -> Iterator[str]:
     only_3 = {
         "--zero3-keep-units": parallel.zero3_keep_units > 0, "--zero3-gather-once": parallel.zero3_gather_once,
         "--zero3-fetch all_reduce": parallel.zero3_fetch != "all_gather",
-    }  # fmt: skip
+    }
     for name, given in only_3.items():
         if given and stage != 3:
             yield f"{name} is about gathering blocks and needs --zero-stage 3 (now {stage}); give that, or leave it out"
@@ -194,20 +181,14 @@ def delay_violations(config: Config) -> Iterator[str]:
     what = "--delay-wgrad computes gradients of weights under the exchanges of attention"
     if can_delay(parallel):
         if parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_kind in ("zb1p", "zbv"):
-            yield (
-                f"--pipeline-schedule {parallel.pipeline_kind} puts off the gradients of all weights to where a rank"
-                " would wait, and --delay-wgrad some of them to the exchanges of attention: give one"
-            )
+            yield (f"--pipeline-schedule {parallel.pipeline_kind} puts off the gradients of all weights to where a rank"
+                " would wait, and --delay-wgrad some of them to the exchanges of attention: give one")
     elif parallel.sequence_parallel_size > 1:
-        yield (
-            f"{what}, and without overlap these are waited for at once: add --sp-overlap-comm, or leave --delay-wgrad"
-            " out"
-        )
+        yield (f"{what}, and without overlap these are waited for at once: add --sp-overlap-comm, or leave"
+            " --delay-wgrad out")
     else:
-        yield (
-            f"{what}, and with sequence_parallel_size 1 and context_parallel_size 1 there are none: add"
-            " --sequence-parallel-size N or --context-parallel-size N, or leave the flag out"
-        )
+        yield (f"{what}, and with sequence_parallel_size 1 and context_parallel_size 1 there are none: add"
+            " --sequence-parallel-size N or --context-parallel-size N, or leave the flag out")
 
 
 def _kinds(parallel: ParallelConfig) -> list[str]:
@@ -230,26 +211,18 @@ def _contradiction(parallel: ParallelConfig) -> str:
             return f"{given} is for --cp-comm-type a2a+p2p, and the type is {kind}: give that, or leave the sizes out"
         if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != cp:
             product = f", and {sizes[0]} * {sizes[1]} = {sizes[0] * sizes[1]}" if len(sizes) == 2 else ""
-            return (
-                f"{given} must be two sizes, of Ulysses and of what is around it, whose product is"
-                f" context_parallel_size ({cp}){product}"
-            )
+            return (f"{given} must be two sizes, of Ulysses and of what is around it, whose product is"
+                f" context_parallel_size ({cp}){product}")
     if kind == "a2a+p2p" and sizes is None and cp > 1:
-        return (
-            f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A R with A * R = {cp}: A for Ulysses,"
-            " R around it"
-        )
+        return (f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A R with A * R = {cp}: A for"
+            " Ulysses, R around it")
     if (kind.startswith("a2a") or kind == "auto") and sp > 1:
-        return (
-            f"--cp-comm-type {kind} {'measures' if kind == 'auto' else 'says'} how many ranks are Ulysses', and"
+        return (f"--cp-comm-type {kind} {'measures' if kind == 'auto' else 'says'} how many ranks are Ulysses', and"
             f" --sequence-parallel-size {sp} says it too: give --sequence-parallel-size and --context-parallel-size"
-            " alone, or leave the former out"
-        )
+            " alone, or leave the former out")
     if kind == "all_gather" and parallel.cp_stages_ahead not in (None, "all"):
-        return (
-            f"--cp-comm-type all_gather has all stages ahead, and --cp-stages-ahead says {parallel.cp_stages_ahead}:"
-            " give one of them"
-        )
+        return ("--cp-comm-type all_gather has all stages ahead, and --cp-stages-ahead says"
+            f" {parallel.cp_stages_ahead}: give one of them")
     return ""
 
 
@@ -263,18 +236,14 @@ def context_violations(config: Config) -> Iterator[str]:
         given = these_are({
             "--cp-chunks": parallel.cp_chunks is not None, "--cp-stages-ahead": parallel.cp_stages_ahead is not None,
             "--cp-keep-kv": parallel.cp_keep_kv,
-        })  # fmt: skip
+        })
         if given:
-            yield (
-                f"{given} about the exchanges of context parallelism, and with context_parallel_size 1 there are none:"
-                " add --context-parallel-size N, or leave the flag out"
-            )
+            yield (f"{given} about the exchanges of context parallelism, and with context_parallel_size 1 there are"
+                " none: add --context-parallel-size N, or leave the flag out")
     elif model.attention_dropout > 0 and backend not in DROPOUT_IN_PIECES:
-        yield (
-            f"attention_dropout ({model.attention_dropout}) inside --attention-backend {backend} would depend on how"
+        yield (f"attention_dropout ({model.attention_dropout}) inside --attention-backend {backend} would depend on how"
             f" context parallelism (context_parallel_size {parallel.context_parallel_size}) cuts the sequence: add"
-            " --attention-dropout 0, or use --attention-backend unfused"
-        )
+            " --attention-dropout 0, or use --attention-backend unfused")
 
 
 # -------------------------------------------------------------------------------------------------- sizes that would do
@@ -324,22 +293,21 @@ class _Sizes:
 _WAYS = {
     "processes": "{} processes", "tp": "--tp-size {}", "sp": "--sp-size {}", "cp": "--cp-size {}", "pp": "--pp-size {}",
     "heads": "--num-attention-heads {}", "groups": "--num-query-groups {}", "ffn": "--ffn-hidden-size {}",
-}  # fmt: skip
+}
 _MOST_TRIED = 1 << 12
 
 
 def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more_than: int = 0) -> str:
     # single changes that repair the rules ``mend`` and violate no others, as text: "; use --tp-size 1 or 2, or ...";
     # names: sizes to change, keys of ``_WAYS``; the nearest valid values of each are given
-    model, parallel, batch = config.model, config.parallel, config.batch
+    model, parallel = config.model, config.parallel
     sizes = _Sizes(
         world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size,
         parallel.context_parallel_size, parallel.pipeline_model_parallel_size, model.num_attention_heads or 0,
         model.num_query_groups, model.ffn_size if model.ffn_hidden_size or model.hidden_size else None,
         None if model.kv_channels else model.hidden_size,
-        model.rotary_percent if model.position_embedding_type == "rope" else None, all_sizes(batch),
-        batch.micro_batch_size,
-    )  # fmt: skip
+        model.rotary_percent if model.position_embedding_type == "rope" else None, all_sizes(config.batch),
+        config.batch.micro_batch_size)
     allowed, ways = sizes.broken() - mend, []
     for name in names:
         value, valid = getattr(sizes, name), list[int]()

@@ -9,13 +9,12 @@ from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.utils.numbers import division
 
 
+# a rule is a condition and a sentence
+# fmt: off
 def resolve_groups(config: Config) -> Iterator[str]:
     """Make --group-query-attention and --num-query-groups agree; idempotent. Yield a line where one has no effect."""
-    model, where, groups = (
-        config.model,
-        config.given.get(("model", "num_query_groups"), ""),
-        config.model.num_query_groups,
-    )
+    model, groups = config.model, config.model.num_query_groups
+    where = config.given.get(("model", "num_query_groups"), "")
     if not config.knows_model:
         return
     if ("model", "group_query_attention") in config.given and not model.group_query_attention:
@@ -27,16 +26,14 @@ def resolve_groups(config: Config) -> Iterator[str]:
         # Megatron-DeepSpeed's --num-key-value-heads always counts
         is_megatrons = where.endswith(("num-query-groups", "num_query_groups"))
         if is_megatrons and not model.group_query_attention and groups != model.num_attention_heads:
-            config.understood += (
-                f"{where} {groups} (these are the key/value heads, with or without --group-query-attention; Megatron-LM"
-                f" would have one for each of the {model.num_attention_heads} query heads)",
-            )
+            config.understood += (f"{where} {groups} (these are the key/value heads, with or without"
+                " --group-query-attention; Megatron-LM would have one for each of the"
+                f" {model.num_attention_heads} query heads)",)
         model.group_query_attention = True
     elif model.group_query_attention:
         model.num_query_groups = 1
         config.understood += (
-            "--group-query-attention (without --num-query-groups it is one key/value head for all, as in Megatron-LM)",
-        )
+            "--group-query-attention (without --num-query-groups it is one key/value head for all, as in Megatron-LM)",)
 
 
 def resolve_gelu(model: ModelConfig) -> None:
@@ -56,15 +53,11 @@ def shape_violations(config: Config) -> Iterator[str]:
         are = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} required"
         yield f"{are}: give the shape of the model, or --load DIR --use-checkpoint-args"
     if hidden and heads and not model.kv_channels and hidden % heads:
-        yield (
-            f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads}): {division(hidden, heads)};"
-            " change one of them, or give --kv-channels (width of a head)"
-        )
+        yield (f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads}): {division(hidden, heads)};"
+            " change one of them, or give --kv-channels (width of a head)")
     if hidden and model.ffn_hidden_size is None and model.ffn_size == 0:
-        yield (
-            f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size"
-            f" ({hidden}), rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
-        )
+        yield (f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size"
+            f" ({hidden}), rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size")
     yield from _heads(config)
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(model, name) >= 1:
@@ -73,10 +66,8 @@ def shape_violations(config: Config) -> Iterator[str]:
         rule = "must be above 0: it keeps the division by the standard deviation finite"
         yield f"norm_epsilon ({model.norm_epsilon}) {rule}"
     if length and model.max_position_embeddings and model.max_position_embeddings < length:
-        yield (
-            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({length}): raise"
-            f" --max-position-embeddings to {length} or leave it out"
-        )
+        yield (f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({length}):"
+            f" raise --max-position-embeddings to {length} or leave it out")
     yield from variant_violations(model)
 
 
@@ -93,11 +84,9 @@ def _heads(config: Config) -> Iterator[str]:
     if not 0 < model.rotary_percent <= 1:
         yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
     elif model.knows_head_dim and (model.rotary_dim < 2 or model.rotary_dim % 2):
-        yield (
-            "the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim"
-            f" {model.head_dim} * rotary_percent {model.rotary_percent}) = {model.rotary_dim}; change"
-            " --rotary-percent or --kv-channels"
-        )
+        yield ("the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim"
+            f" {model.head_dim} * rotary_percent {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent"
+            " or --kv-channels")
 
 
 def variant_violations(model: ModelConfig) -> Iterator[str]:
@@ -109,10 +98,8 @@ def variant_violations(model: ModelConfig) -> Iterator[str]:
         if not model.qk_layernorm:
             yield "--qk-layernorm-scope all is about norms of queries and keys: add --qk-layernorm, or leave it out"
         elif model.normalization != "RMSNorm":
-            yield (
-                f"--qk-layernorm-scope all is for RMSNorm, and normalization is {model.normalization}: add"
-                " --normalization RMSNorm"
-            )
+            yield (f"--qk-layernorm-scope all is for RMSNorm, and normalization is {model.normalization}: add"
+                " --normalization RMSNorm")
     yield from _rotary(model)
     yield from _bert(model)
 
@@ -142,7 +129,7 @@ def _bert(model: ModelConfig) -> Iterator[str]:
         for flag, given in (
             ("norm-placement post", model.norm_placement == "post"), ("num-tokentypes", model.num_tokentypes),
             ("bert-no-binary-head", model.bert_no_binary_head), (f"bert-head-activation {head}", head),
-        ):  # fmt: skip
+        ):
             if given:
                 yield f"--{flag} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
         return
@@ -151,11 +138,9 @@ def _bert(model: ModelConfig) -> Iterator[str]:
         (f"window-size {window}", window, "BERT's tokens see all of their sequence"),
         ("untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights,
          "BERT predicts masked tokens with the embedding's own table"),
-    ):  # fmt: skip
+    ):
         if given:
             yield f"--{flag} is for GPT: {instead}; leave it out"
     if model.has_order_head and model.num_tokentypes == 1:
-        yield (
-            "num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two"
-            " segments: leave it out, or add --bert-no-binary-head"
-        )
+        yield ("num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two"
+            " segments: leave it out, or add --bert-no-binary-head")

@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
 
 from megatron_sp.config.fields import flag_name
 from megatron_sp.config.schema import BatchConfig, Config, OptimizerConfig
 from megatron_sp.utils.numbers import division
 
+# a rule is a condition and a sentence
+# fmt: off
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = r"([0-9][0-9_]{0,30}(?:\.[0-9]{1,30})?)([KMBT]?)"
 _ENTRY = re.compile(f"{_NUMBER}:{_NUMBER}", re.IGNORECASE)
@@ -57,9 +58,8 @@ def steps_in_samples(batch: BatchConfig, seq_length: int) -> tuple[tuple[int, in
     A size holds from the first step that begins at or after its number of tokens, as full sequences count them, rounded
     down to whole samples, as in Megatron.
     """
-    if batch.step_batch_size_schedule is None:
-        return ()
-    return tuple((tokens // seq_length, size) for tokens, size in read_steps(batch.step_batch_size_schedule))
+    steps = read_steps(batch.step_batch_size_schedule) if batch.step_batch_size_schedule is not None else ()
+    return tuple((tokens // seq_length, size) for tokens, size in steps)
 
 
 def all_sizes(batch: BatchConfig) -> tuple[int, ...]:
@@ -111,17 +111,13 @@ def _steps(config: Config, dp_size: int) -> Iterator[str]:
         return
     last = steps[-1][1]
     if batch.global_batch_size != last:
-        yield (
-            f"global_batch_size ({batch.global_batch_size}) is not the last size of --step-batch-size-schedule"
-            f" ({last}), which says all sizes: leave --global-batch-size out"
-        )
+        yield (f"global_batch_size ({batch.global_batch_size}) is not the last size of --step-batch-size-schedule"
+            f" ({last}), which says all sizes: leave --global-batch-size out")
     if length := config.model.seq_length:
         for (tokens, _), (then, _) in pairwise(steps):
             if tokens // length == then // length:
-                yield (
-                    f"step_batch_size_schedule: {tokens:,} and {then:,} tokens are the same sample of {length} tokens"
-                    f" ({tokens // length}): its thresholds are in tokens; move one, or leave it out"
-                )
+                yield (f"step_batch_size_schedule: {tokens:,} and {then:,} tokens are the same sample of {length}"
+                    f" tokens ({tokens // length}): its thresholds are in tokens; move one, or leave it out")
     # on resume, others may be over
     due = steps[-1:] if config.checkpoint.load or config.checkpoint.auto_resume else steps
     yield from filter(None, (_uneven(batch, size, dp_size) for _, size in due))
@@ -156,10 +152,8 @@ def _ramp(batch: BatchConfig, dp_size: int) -> Iterator[str]:
     elif start >= size:
         yield f"rampup_batch_size starts at {start} and must start below global_batch_size ({size})"
     elif (size - start) % step:
-        yield (
-            f"rampup_batch_size must reach global_batch_size in whole increments: ({size} - {start}) / {step} ="
-            f" {(size - start) / step:g}; change START or INCREMENT"
-        )
+        yield (f"rampup_batch_size must reach global_batch_size in whole increments: ({size} - {start}) / {step} ="
+            f" {(size - start) / step:g}; change START or INCREMENT")
     elif start % unit or step % unit:
         name, value = ("START", start) if start % unit else ("INCREMENT", step)
         rule = f"must be {_multiple(batch, dp_size)}, as every batch size is"
@@ -187,8 +181,7 @@ def length_violations(config: Config) -> Iterator[str]:
         yield "exit_duration_in_mins (0) must be above 0"
 
 
-def learning_rate_violations(config: Config) -> Iterator[str]:
-    """Check the schedule of the learning rate."""
+def _learning_rate(config: Config) -> Iterator[str]:
     opt, batch = config.optimizer, config.batch
     by_samples = batch.train_samples is not None
     kind, other, total_flag = "iters", "samples", "--train-iters"
@@ -229,7 +222,7 @@ def _decoupled_rate(opt: OptimizerConfig) -> Iterator[str]:
         yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most decoupled_lr ({peak}): both rates begin there"
 
 
-def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:
+def _horizon(opt: OptimizerConfig, kind: str, horizon: int) -> Iterator[str]:
     # warm-up and WSD's final decay against the horizon of the decay, all in steps or all in samples (``kind``)
     warmup, fraction = getattr(opt, f"lr_warmup_{kind}"), opt.lr_warmup_fraction
     if fraction is not None:
@@ -239,18 +232,16 @@ def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:
             yield f"lr_warmup_fraction ({fraction}) must be in [0, 1): it is a share of the decay horizon"
         warmup = 0 if fraction >= 1 else math.ceil(fraction * horizon)
     if warmup and warmup >= horizon and fraction is None:
-        yield (
-            f"lr_warmup_{kind} ({warmup}) must be below the decay horizon ({horizon}, from --lr-decay-{kind} or the"
-            f" length of the run): shorten the warm-up or raise --lr-decay-{kind}"
-        )
+        yield (f"lr_warmup_{kind} ({warmup}) must be below the decay horizon ({horizon}, from --lr-decay-{kind} or the"
+            f" length of the run): shorten the warm-up or raise --lr-decay-{kind}")
     if opt.lr_decay_style != "WSD":
         return
     decay = getattr(opt, f"lr_wsd_decay_{kind}")
     if decay is None:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{kind} N, the length of its final decay"
     elif warmup < horizon < warmup + decay:
-        lengths = f"{warmup} + {decay} = {warmup + decay} > {horizon} {kind}"
-        yield f"WSD's warm-up and final decay must fit into the horizon: {lengths}"
+        yield ("WSD's warm-up and final decay must fit into the horizon:"
+            f" {warmup} + {decay} = {warmup + decay} > {horizon} {kind}")
 
 
 def horizon_in_tokens(optimizer: OptimizerConfig, batch: BatchConfig) -> int | None:
@@ -272,28 +263,25 @@ def _in_tokens(config: Config) -> Iterator[str]:
     if others:
         yield f"{others[0]} cannot go with a learning rate that goes by tokens: use --lr-warmup-tokens"
     if opt.lr_decay_style == "WSD":
-        yield (
-            "--lr-decay-style WSD has its final decay in steps or samples, and here the learning rate goes by tokens:"
-            " use another style"
-        )
+        yield ("--lr-decay-style WSD has its final decay in steps or samples, and here the learning rate goes by"
+            " tokens: use another style")
     if fraction is not None and warmup:
         yield f"give --lr-warmup-fraction ({fraction}) or --lr-warmup-tokens ({warmup}), not both"
     elif (warmup or 0) >= horizon:
         rule = f"must be below the decay horizon ({horizon}, from --lr-decay-tokens or the run)"
         yield f"lr_warmup_tokens ({warmup}) {rule}"
     if opt.weight_decay_incr_style != "constant" and not (config.batch.train_iters or config.batch.train_samples):
-        yield (
-            "--weight-decay-incr-style changes the weight decay over --train-samples or --train-iters: give one beside"
-            " --train-tokens"
-        )
+        yield ("--weight-decay-incr-style changes the weight decay over --train-samples or --train-iters: give one"
+            " beside --train-tokens")
 
 
 # --------------------------------------------------------------------------------------- optimizer and number formats
 
 
-def optimizer_violations(config: Config) -> Iterator[str]:
-    """Check the optimizer and its weight decay."""
-    opt = config.optimizer
+def value_violations(config: Config) -> Iterator[str]:
+    """Check the learning rate, the optimizer and number formats, which depend on nothing but a few values."""
+    opt, precision = config.optimizer, config.precision
+    yield from _learning_rate(config)
     for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
         if getattr(opt, name) >= 1:
             yield f"{name} ({getattr(opt, name)}) must be in [0, 1)"
@@ -303,18 +291,11 @@ def optimizer_violations(config: Config) -> Iterator[str]:
     if style != "constant" and (start is None or end is None):
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
     if style == "constant" and start != end:
-        yield (
-            f"start_weight_decay ({start}) and end_weight_decay ({end}) differ, but --weight-decay-incr-style is"
-            " constant: use linear or cosine, or give --weight-decay alone"
-        )
+        yield (f"start_weight_decay ({start}) and end_weight_decay ({end}) differ, but --weight-decay-incr-style is"
+            " constant: use linear or cosine, or give --weight-decay alone")
     if opt.override_opt_param_scheduler and opt.use_checkpoint_opt_param_scheduler:
-        both = "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler"
-        yield f"{both} exclude each other: who decides on resume?"
-
-
-def precision_violations(config: Config) -> Iterator[str]:
-    """Check number formats and loss scales."""
-    precision = config.precision
+        yield ("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: who decides"
+            " on resume?")
     given = [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
     if len(given) > 1:
         yield f"{' and '.join(given)} exclude each other: give one, or none for fp32"
