@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_sp.config.curriculum import read_curriculum
 from megatron_sp.config.fields import shorten
-from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedFile, Handler, Keys, show
-from megatron_sp.config.flags.settings import MAX_FILE_BYTES
+from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedFile, Handler, Keys, Meaning, show
+from megatron_sp.config.flags.settings import MAX_FILE_BYTES, foreign_tables
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.files import read_text
 from megatron_sp.utils.strict_json import parse_object
@@ -45,15 +45,18 @@ def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedFile:
         # Megatron-DeepSpeed hands its own optimizer, made from the flags, to deepspeed.initialize
         block = data.pop("optimizer")
         file.overruled.append(
-            f"{file.where('optimizer', block)} (the optimizer is that of {rate} and the flags beside it, as in"
-            " Megatron-DeepSpeed, where DeepSpeed never reads this block)"
+            f"{file.where('optimizer', block)} (the optimizer is that of {rate} and the flags beside"
+            " it, as in Megatron-DeepSpeed, where DeepSpeed never reads this block)"
         )
     file.block(data, "", _TOP)
     return file
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+def _keys(block: str, meanings: dict[str, Meaning]) -> Keys:
+    # a block's keys: ``foreign_flags.txt`` has those that mean nothing here, and those that are refused
+    table = foreign_tables()[f"deepspeed: {block}"]
+    refused = {key: why for key, why in table.items() if why != "ignored"}
+    return Keys(meanings, tuple(key for key in table if key not in refused), refused)
 
 
 def _must_be(wanted: Any, instead: str) -> Handler:
@@ -130,56 +133,18 @@ def _offload_param(file: DeepSpeedFile, place: str, value: Any) -> None:
     device = file.object(place, value).get("device", "none")
     if device in (None, "none", "auto"):
         file.ignored.append(place)
-    else:
-        file.refuse(
-            f"{place}.device", device,
-            "parameters stay on their device; to save memory there use stage 3, offload_optimizer"
-            " (--offload-optimizer), more ranks, or --recompute-granularity full; then remove the block",
-        )  # fmt: skip
+        return
+    instead = "use stage 3, offload_optimizer (--offload-optimizer), more ranks, or --recompute-granularity full"
+    why = f"parameters stay on their device; to save memory there {instead}; then remove the block"
+    file.refuse(f"{place}.device", device, why)
 
 
-_OFFLOAD = Keys(
-    {}, ignored=_words("""
-        pin_memory buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio nvme_path
-        super_offload cpuadam_cores_perc
-    """),
-)  # fmt: skip
-
-_QUANTIZED = (
-    "parameters and gradients travel in their own format; remove it (gradients can travel in bf16:"
-    " --grad-reduce-in-bf16)"
-)
-_NO_OFFLOAD_PARAM = (
-    "parameters stay on their device; remove it (the optimizer's state can go to the host: --offload-optimizer)"
-)
-
-_ZERO = Keys(
-    {
-        "stage": _stage, "overlap_comm": _overlap,
-        "stage3_use_all_reduce_for_fetch_params": _fetch, "use_all_reduce_for_fetch_params": _fetch,
-        "offload_optimizer": _offload, "offload_param": _offload_param,
-        "cpu_offload": "parallel.offload_optimizer",
-    },
-    ignored=_words("""
-        contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-        allgather_bucket_size compute_grad_norm load_from_fp32_weights elastic_checkpoint sub_group_size
-        cpu_offload_use_pin_memory stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
-        param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold
-        stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
-        stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
-        stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold module_granularity_threshold
-        stage3_allgather_sequential allgather_sequential ignore_unused_parameters legacy_stage1 round_robin_gradients
-        parameter_alignment zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather
-        memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
-        enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
-    """),
-    refused={
-        "cpu_offload_param": _NO_OFFLOAD_PARAM, "cpu_offload_params": _NO_OFFLOAD_PARAM,
-        "zero_quantized_weights": _QUANTIZED, "zero_quantized_nontrainable_weights": _QUANTIZED,
-        "zero_quantized_gradients": _QUANTIZED,
-        "zeropp_loco_param": _QUANTIZED, "zenflow": "every gradient takes part in every update; remove it",
-    },
-)  # fmt: skip
+_OFFLOAD = _keys("zero_optimization.offload_optimizer", {})
+_ZERO = _keys("zero_optimization", {
+    "stage": _stage, "overlap_comm": _overlap,
+    "stage3_use_all_reduce_for_fetch_params": _fetch, "use_all_reduce_for_fetch_params": _fetch,
+    "offload_optimizer": _offload, "offload_param": _offload_param, "cpu_offload": "parallel.offload_optimizer",
+})  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- number formats
@@ -232,42 +197,21 @@ def _accumulate_in(file: DeepSpeedFile, place: str, value: Any) -> None:
         file.problem(f'{place}: expected "fp32", got {show(value)}')
 
 
-_FIXED = "master weights, accumulated gradients and the optimizer's state are kept in fp32; remove it"
-_BF16 = Keys(
-    {"enabled": "precision.bf16"}, ignored=("immediate_grad_update", "check_grad_overflow", "check_overflow"),
-    refused={"bf16_master_weights_and_grads": _FIXED, "bf16_optimizer_states": _FIXED},
-)  # fmt: skip
-_FP16 = Keys(
-    {
-        "enabled": "precision.fp16", "loss_scale": _loss_scale, "initial_scale_power": _scale_power,
-        "loss_scale_window": ("precision.loss_scale_window", _FP16_ON),
-        "hysteresis": ("precision.hysteresis", _FP16_ON), "min_loss_scale": ("precision.min_loss_scale", _FP16_ON),
-    },
-    ignored=("auto_cast",),
-    refused={
-        "consecutive_hysteresis": "--hysteresis counts overflows since the scale last grew; remove it",
-        "fp16_master_weights_and_grads": _FIXED, "fp16_optimizer_states": _FIXED,
-    },
-)  # fmt: skip
-_WHOLE_MODEL = "--bf16, --fp16 or neither is for the whole model; remove it"
-_DATA_TYPES = Keys(
-    {"grad_accum_dtype": _accumulate_in},
-    refused=dict.fromkeys(("param_dtype", "buffer_dtype", "keep_in_fp32_modules"), _WHOLE_MODEL),
-)
+_BF16 = _keys("bf16", {"enabled": "precision.bf16"})
+_FP16 = _keys("fp16", {
+    "enabled": "precision.fp16", "loss_scale": _loss_scale, "initial_scale_power": _scale_power,
+    "loss_scale_window": ("precision.loss_scale_window", _FP16_ON),
+    "hysteresis": ("precision.hysteresis", _FP16_ON), "min_loss_scale": ("precision.min_loss_scale", _FP16_ON),
+})  # fmt: skip
+_DATA_TYPES = _keys("data_types", {"grad_accum_dtype": _accumulate_in})
 
 
 # ------------------------------------------------------------------------------------ optimizer, scheduler, curriculum
 
-_DEFAULTS: dict[str, dict[str, tuple[str, float]]] = {
-    "adam": {
-        "lr": ("optimizer.lr", 1e-3), "eps": ("optimizer.adam_eps", 1e-8),
-        "weight_decay": ("optimizer.weight_decay", 0.0),
-    },
-    "sgd": {
-        "lr": ("optimizer.lr", 1e-3), "momentum": ("optimizer.sgd_momentum", 0.0),
-        "weight_decay": ("optimizer.weight_decay", 0.0),
-    },
-}  # fmt: skip
+_DEFAULTS = {  # DeepSpeed's, of a block that leaves them out
+    "adam": {"lr": ("lr", 1e-3), "eps": ("adam_eps", 1e-8), "weight_decay": ("weight_decay", 0.0)},
+    "sgd": {"lr": ("lr", 1e-3), "momentum": ("sgd_momentum", 0.0), "weight_decay": ("weight_decay", 0.0)},
+}
 
 
 def _optimizer(file: DeepSpeedFile, place: str, value: Any) -> None:
@@ -294,7 +238,7 @@ def _optimizer(file: DeepSpeedFile, place: str, value: Any) -> None:
     file.block(params, f"{place}.params", _SGD if ours == "sgd" else _ADAM)
     for key, (target, default) in _DEFAULTS[ours].items():
         if key not in params:
-            file.default(target, default)
+            file.default(f"optimizer.{target}", default)
     if ours == "adam" and "betas" not in params:
         file.default("optimizer.adam_beta1", 0.9)
         file.default("optimizer.adam_beta2", 0.999)
@@ -309,22 +253,13 @@ def _betas(file: DeepSpeedFile, place: str, value: Any) -> None:
             file.claim(f"optimizer.{name}", place, beta, shown=value)
 
 
-_KERNELS = ("torch_adam", "fused", "foreach", "capturable", "differentiable", "set_grad_none", "fp32_optimizer_states")
-_NOT_HERE = {
-    "maximize": "the loss is made small; remove it", "max_grad_norm": 'use the key "gradient_clipping", or --clip-grad',
-}  # fmt: skip
-_PLAIN_SGD = "SGD has plain momentum; remove it"
-_ADAM = Keys(
-    {
-        "lr": "optimizer.lr", "betas": _betas, "eps": "optimizer.adam_eps", "weight_decay": "optimizer.weight_decay",
-        "bias_correction": _must_be(True, "the moments are always corrected for their start; remove it"),
-    },
-    ignored=(*_KERNELS, "adam_w_mode"), refused={"amsgrad": "AdamW is plain; remove it", **_NOT_HERE},
-)  # fmt: skip
-_SGD = Keys(
-    {"lr": "optimizer.lr", "momentum": "optimizer.sgd_momentum", "weight_decay": "optimizer.weight_decay"},
-    ignored=_KERNELS, refused={"nesterov": _PLAIN_SGD, "dampening": _PLAIN_SGD, **_NOT_HERE},
-)  # fmt: skip
+_ADAM = _keys("optimizer.params of Adam", {
+    "lr": "optimizer.lr", "betas": _betas, "eps": "optimizer.adam_eps", "weight_decay": "optimizer.weight_decay",
+    "bias_correction": _must_be(True, "the moments are always corrected for their start; remove it"),
+})  # fmt: skip
+_SGD = _keys("optimizer.params of SGD", {
+    "lr": "optimizer.lr", "momentum": "optimizer.sgd_momentum", "weight_decay": "optimizer.weight_decay",
+})  # fmt: skip
 
 
 def _scheduler(file: DeepSpeedFile, place: str, value: Any) -> None:
@@ -334,10 +269,8 @@ def _scheduler(file: DeepSpeedFile, place: str, value: Any) -> None:
     if kind in (None, "auto") or not block:
         return
     params = params if isinstance(params, dict) else {}
-    low, high = (
-        params.get("warmup_min_lr", 0.0),
-        params.get("warmup_max_lr", 0.001 if kind == "WarmupDecayLR" else None),
-    )
+    low = params.get("warmup_min_lr", 0.0)
+    high = params.get("warmup_max_lr", 0.001 if kind == "WarmupDecayLR" else None)
     is_rate = isinstance(low, (int, float)) and not isinstance(low, bool)
     if kind in ("WarmupLR", "WarmupDecayLR") and is_rate and low == high:
         file.claim("optimizer.lr", f"{place}.params.warmup_max_lr", high)
@@ -431,10 +364,7 @@ def _lengths(file: DeepSpeedFile, place: str, block: dict[str, Any]) -> None:
     file.claim("batch.seq_length_curriculum", place, (kind, *numbers))
 
 
-_ALL_TOKENS = (
-    "random layer token dropping (random-LTD) leaves tokens out of the middle layers, and here every layer computes"
-    " all; remove it"
-)
+_ALL_TOKENS = foreign_tables()["deepspeed: the file"]["random_ltd"]
 _METRICS = Keys(
     {"curriculum_learning": _if_on(_curriculum_of_metrics)}, ignored=("num_epochs", "num_workers", "pin_memory")
 )
@@ -446,48 +376,18 @@ _DATA_EFFICIENCY = Keys(
 
 # -------------------------------------------------------------------------------------------------------- all of it
 
-_NO_COMPRESSION = "compression and layer dropping are not there; remove it"
-_NO_AUTOCAST = "mixed precision is --bf16 or --fp16; use those blocks"
-
-_TOP = Keys(
-    {
-        "train_batch_size": "batch.global_batch_size",
-        "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
-        "gradient_accumulation_steps": _accumulation, "gradient_clipping": "optimizer.clip_grad",
-        "zero_optimization": _ZERO, "bf16": _BF16, "bfloat16": _BF16, "fp16": _fp16,
-        "data_types": _DATA_TYPES,
-        "communication_data_type": _communication,
-        "sequence_parallel_size": "parallel.sequence_parallel_size", "optimizer": _optimizer,
-        "scheduler": _scheduler,
-        "gradient_allreduce_op": _must_be(
-            "mean", "the loss is divided by the step's number of tokens, gradients are summed; remove it",
-        ),
-        "data_efficiency": _if_on(_DATA_EFFICIENCY), "curriculum_learning": _if_on(_curriculum),
-    },
-    ignored=_words("""
-        steps_per_print wall_clock_breakdown memory_breakdown dump_state prescale_gradients gradient_predivide_factor
-        sparse_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing
-        flops_profiler comms_logger tensorboard wandb comet csv_monitor monitor_config checkpoint datastates_ckpt aio
-        nebula autotuning pipeline disable_allgather fp32_allreduce seq_parallel_communication_data_type log_level
-        disable_python_gc dataloader_drop_last use_data_before_expert_parallelism compile timers graph_harvesting
-        managed_gradient_accumulation use_node_local_storage vocabulary_size
-    """),
-    refused={
-        "amp": _NO_AUTOCAST, "torch_autocast": _NO_AUTOCAST,
-        "progressive_layer_drop": _NO_COMPRESSION,
-        "eigenvalue": _NO_COMPRESSION, "quantize_training": _NO_COMPRESSION, "compression_training": _NO_COMPRESSION,
-        "weight_quantization": _NO_COMPRESSION, "random_ltd": _ALL_TOKENS,
-        "sparse_attention": "attention is causal over the whole sequence; remove it",
-        "elasticity": "the batch size is --global-batch-size, whatever the number of ranks; remove it",
-        "hybrid_engine": "it is for reinforcement learning; remove it",
-        "expert_parallel": "all MLPs are dense today; remove it", "moe": "all MLPs are dense today; remove it",
-        "tensor_parallel": "give --tensor-model-parallel-size, and remove it",
-    },
-)  # fmt: skip
-
+_TOP = _keys("the file", {
+    "train_batch_size": "batch.global_batch_size", "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
+    "gradient_accumulation_steps": _accumulation, "gradient_clipping": "optimizer.clip_grad",
+    "zero_optimization": _ZERO, "bf16": _BF16, "bfloat16": _BF16, "fp16": _fp16, "data_types": _DATA_TYPES,
+    "communication_data_type": _communication, "sequence_parallel_size": "parallel.sequence_parallel_size",
+    "optimizer": _optimizer, "scheduler": _scheduler,
+    "gradient_allreduce_op": _must_be(
+        "mean", "the loss is divided by the step's number of tokens, gradients are summed; remove it"),
+    "data_efficiency": _if_on(_DATA_EFFICIENCY), "curriculum_learning": _if_on(_curriculum),
+})  # fmt: skip
 BLOCKS: dict[str, Keys] = {
     "": _TOP, "zero_optimization.": _ZERO, "zero_optimization.offload_optimizer.": _OFFLOAD, "bf16.": _BF16,
-    "fp16.": _FP16,
-    "data_types.": _DATA_TYPES, "optimizer.params.": _ADAM,
+    "fp16.": _FP16, "data_types.": _DATA_TYPES, "optimizer.params.": _ADAM,
 }  # fmt: skip
 """All keys, by the beginning of their path, for docs/reference/flags.md."""

@@ -127,8 +127,8 @@ def _has_experts(config: Config, setting: Setting) -> list[bool]:
     several = sorted({count for count in counts if count != 1})
     if len(several) > 1:
         raise ValueError(
-            f"{setting.where} {' '.join(setting.words)}: layers with experts have the same number of them here, and"
-            f" these have {', '.join(map(str, several[:-1]))} and {several[-1]}: give one number"
+            f"{setting.where} {' '.join(setting.words)}: layers with experts have the same number of them"
+            f" here, and these have {', '.join(map(str, several[:-1]))} and {several[-1]}: give one number"
         )
     config.set("model", "num_experts", several[0] if several else 1, setting.where)
     return [count != 1 for count in counts]
@@ -143,16 +143,17 @@ def _layers(config: Config, setting: Setting | None, has_experts: list[bool] | N
     if layers < every:
         default = " (its default in Megatron-DeepSpeed)" if setting is None else ""
         raise ValueError(
-            f"--expert-interval {every}{default}: layer number {every} would be the first with experts, and"
-            f" num_layers is {layers}: give --expert-interval 1 for experts in every layer"
+            f"--expert-interval {every}{default}: layer number {every} would be the first with experts,"
+            f" and num_layers is {layers}: give --expert-interval 1 for experts in every layer"
         )
     if has_experts is None or (all(has_experts) and len(has_experts) == layers // every):
         rest = f"+[0]*{layers % every}" if layers % every else ""
         return "1" if every == 1 else f"[{'0,' * (every - 1)}1]*{layers // every}{rest}"
     if len(has_experts) != layers // every:
         raise ValueError(
-            f"--num-experts has {len(has_experts)} numbers, and with num_layers {layers} and --expert-interval {every}"
-            f" there are {layers // every} layers with experts: give a number for each, or one for all"
+            f"--num-experts has {len(has_experts)} numbers, and with num_layers {layers} and"
+            f" --expert-interval {every} there are {layers // every} layers with experts: give a number for each, or"
+            " one for all"
         )
     has = (number % every == 0 and has_experts[number // every - 1] for number in range(1, layers + 1))
     return f"[{','.join('01'[each] for each in has)}]"
