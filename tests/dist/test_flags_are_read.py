@@ -25,13 +25,11 @@ from megatron_sp.training.loop import pretrain
 Field = tuple[str, str]
 RUNS = {
     "gpt": (),
-    "gpt with much": (
-        "--position-embedding-type", "rope", "--use-rope-scaling", "--num-experts", 4, "--moe-router-score-function", "sigmoid",
-        "--moe-router-enable-expert-bias", "--moe-aux-loss-coeff", 0.1, "--moe-router-num-groups", 2, "--moe-router-group-topk", 1,
-        "--disable-bias-linear", "--qk-layernorm", "--normalization", "RMSNorm", "--save", "RUN", "--profile", "--profile-step-start", 0,
-        "--profile-step-end", 1, "--fp16", "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", 1, "--lr-decay-iters", 9,
-        "--lr-warmup-iters", 1, "--eval-iters", 1, "--recompute-granularity", "full", "--reset-attention-mask",
-    ),
+    "gpt with much": ("--position-embedding-type", "rope", "--use-rope-scaling", "--num-experts", 4, "--moe-router-score-function",
+        "sigmoid", "--moe-router-enable-expert-bias", "--moe-aux-loss-coeff", 0.1, "--moe-router-num-groups", 2, "--moe-router-group-topk",
+        1, "--disable-bias-linear", "--qk-layernorm", "--normalization", "RMSNorm", "--save", "RUN", "--profile", "--profile-step-start", 0,
+        "--profile-step-end", 1, "--fp16", "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", 1, "--lr-decay-iters", 9, "--lr-warmup-iters",
+        1, "--eval-iters", 1, "--recompute-granularity", "full", "--reset-attention-mask"),
     "bert": ("--model-family", "bert", "--optimizer", "sgd", "--swiglu", "--bert-head-activation", "relu"),
 }  # fmt: skip
 _NO_USE = ("/dataclasses.py", "/copy.py", "/config/rules.py", "/config/fields.py", "/estimate/")

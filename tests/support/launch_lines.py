@@ -216,10 +216,8 @@ _ON, _OFF = {"enabled": True}, {"enabled": False}
 _TEMPLATE = {
     "steps_per_print": 10, "gradient_clipping": 1.0, "prescale_gradients": True, "fp16": _FP16_ON, "bf16": _OFF,
     "wall_clock_breakdown": False,
-    "curriculum_learning": {
-        "enabled": False, "curriculum_type": "seqlen", "min_difficulty": 72, "max_difficulty": 2048, "schedule_type": "fixed_linear",
-        "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
-    },
+    "curriculum_learning": {"enabled": False, "curriculum_type": "seqlen", "min_difficulty": 72, "max_difficulty": 2048,
+        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}},
 }  # fmt: skip
 _CURRICULUM = {"curriculum_learning": _TEMPLATE["curriculum_learning"] | _ON}
 _ADAMW = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}

@@ -113,15 +113,12 @@ def test_left_over_folders_that_may_be_all_there_is(run: Path, capsys: Capture) 
     assert len(folders(run)) == 5
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "nothing to delete: give --keep-last N"),
-        (["--keep-last", "0"], "--keep-last (0) must be at least 1"),
-        (["--keep-last", "2", "--keep-every", "0"], "--keep-every (0) must be at least 1"),
-        (["--leftovers", "--keep-every", "4"], "goes with --keep-last"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    ([], "nothing to delete: give --keep-last N"),
+    (["--keep-last", "0"], "--keep-last (0) must be at least 1"),
+    (["--keep-last", "2", "--keep-every", "0"], "--keep-every (0) must be at least 1"),
+    (["--leftovers", "--keep-every", "4"], "goes with --keep-last"),
+])  # fmt: skip
 def test_flags_that_cannot_be(run: Path, words: list[str], says: str, capsys: Capture) -> None:
     code, _, err = prune(capsys, run, *words)
     assert code == 2 and says in err and len(folders(run)) == 5

@@ -92,42 +92,21 @@ def spoil(tensors: Tensors) -> Tensors:
 
 DEEP: list[tuple[str, Callable[[Tensors], Tensors], list[str]]] = [
     ("not finite", spoil, [f"{EMBEDDING} has values that are not finite: 1 NaN and 1 infinite of 518"]),
-    (
-        "a weight is missing",
-        without(NORM),
-        [
-            f"optimizer.exp_avg.{NORM} is of a weight that is not there ({NORM})",
-            f"optimizer.exp_avg_sq.{NORM} is of a weight that is not there ({NORM})",
-            f"{NORM} [14] is missing: the configuration's model has it",
-        ],
-    ),
+    ("a weight is missing", without(NORM), [f"optimizer.exp_avg.{NORM} is of a weight that is not there ({NORM})",
+        f"optimizer.exp_avg_sq.{NORM} is of a weight that is not there ({NORM})",
+        f"{NORM} [14] is missing: the configuration's model has it"]),
     ("a weight too many", with_(extra=torch.ones(2)), ["extra [2] is not in the configuration's model"]),
-    (
-        "another vocabulary",
-        lambda t: {n: torch.ones(40, 14) if n.endswith(EMBEDDING) else v for n, v in t.items()},
-        [f"{EMBEDDING} has the shape [40, 14], the configuration's model [37, 14]"],
-    ),
-    (
-        "half of the optimizer state",
-        without(f"optimizer.exp_avg_sq.{NORM}"),
-        [f"optimizer.exp_avg_sq.{NORM} is missing: other state of this weight is there"],
-    ),
-    (
-        "state of another shape",
-        with_(optimizer__exp_avg__decoder__final_layernorm__weight=torch.ones(13)),
-        [f"optimizer.exp_avg.{NORM} has the shape [13], its weight [14]"],
-    ),
-    (
-        "no master weight",
-        lambda t: {n: v.bfloat16() if n == NORM else v for n, v in t.items()},
-        [f"optimizer.master.{NORM} is missing: other state of this weight is there"],
-    ),
-    (
-        "no optimizer at all",
-        lambda t: {n: v for n, v in t.items() if not n.startswith("optimizer.")},
-        ["state.json says has_optimizer True, but the checkpoint has no optimizer state"],
-    ),
-]
+    ("another vocabulary", lambda t: {n: torch.ones(40, 14) if n.endswith(EMBEDDING) else v for n, v in t.items()}, [
+        f"{EMBEDDING} has the shape [40, 14], the configuration's model [37, 14]"]),
+    ("half of the optimizer state", without(f"optimizer.exp_avg_sq.{NORM}"), [
+        f"optimizer.exp_avg_sq.{NORM} is missing: other state of this weight is there"]),
+    ("state of another shape", with_(optimizer__exp_avg__decoder__final_layernorm__weight=torch.ones(13)), [
+        f"optimizer.exp_avg.{NORM} has the shape [13], its weight [14]"]),
+    ("no master weight", lambda t: {n: v.bfloat16() if n == NORM else v for n, v in t.items()}, [
+        f"optimizer.master.{NORM} is missing: other state of this weight is there"]),
+    ("no optimizer at all", lambda t: {n: v for n, v in t.items() if not n.startswith("optimizer.")}, [
+        "state.json says has_optimizer True, but the checkpoint has no optimizer state"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "expected"), [case[1:] for case in DEEP], ids=[case[0] for case in DEEP])
@@ -151,14 +130,11 @@ def test_tensors_that_are_not_whole(tmp_path: Path) -> None:
     assert any(problem.startswith(f"{EMBEDDING} [37, 14] is not stored completely") for problem in found)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (None, "a stored configuration must be an object"),
-        ({"model": {"num_layers": 10**9, "hidden_size": 8}}, "the configuration has 1000000000 layers, the checkpoint 48 tensors"),
-        ({"model": {"num_layers": 2, "hidden_size": -8, "num_attention_heads": 2}}, "no model can be built from the configuration"),
-    ],
-)
+@pytest.mark.parametrize(("config", "says"), [
+    (None, "a stored configuration must be an object"),
+    ({"model": {"num_layers": 10**9, "hidden_size": 8}}, "the configuration has 1000000000 layers, the checkpoint 48 tensors"),
+    ({"model": {"num_layers": 2, "hidden_size": -8, "num_attention_heads": 2}}, "no model can be built from the configuration"),
+])  # fmt: skip
 def test_a_configuration_that_makes_no_model(config: Any, says: str, tmp_path: Path) -> None:
     tensors = ckpts.make_tensors()
     folder = ckpts.save(tmp_path, 1, tensors=tensors, state={**ckpts.make_state(tensors), "config": json.loads(json.dumps(config))})

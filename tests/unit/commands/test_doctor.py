@@ -53,18 +53,10 @@ def test_the_versions_are_those_of_setup_py() -> None:
     assert required == doctor.REQUIRED
 
 
-@pytest.mark.parametrize(
-    ("version", "status"),
-    [
-        ("2.9.1", "lack"),
-        ("2.10.0", "lack"),
-        ("2.11.0a0+nv25", "ok"),
-        ("2.13.0+cpu", "ok"),
-        ("2.14.0", "warn"),
-        ("3.0", "warn"),
-        ("1.13", "lack"),
-    ],
-)
+@pytest.mark.parametrize(("version", "status"), [
+    ("2.9.1", "lack"), ("2.10.0", "lack"), ("2.11.0a0+nv25", "ok"), ("2.13.0+cpu", "ok"), ("2.14.0", "warn"), ("3.0", "warn"),
+    ("1.13", "lack"),
+])  # fmt: skip
 def test_torch_versions(monkeypatch: pytest.MonkeyPatch, version: str, status: str, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     assert row("torch").status == status

@@ -120,19 +120,16 @@ def test_an_empty_prompt_starts_a_document(byte_run: tuple[Path, GPTModel], caps
     assert code == 0 and "tokens in" in err and out.endswith("\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--prompt", "x" * 25], 2, "shorten it by at least 1"),
-        (["--prompt", "a", "--top-p", "0"], 2, "top_p (0.0) must be in (0, 1]"),
-        (["--prompt", "a", "--max-new-tokens", "0"], 2, "--max-new-tokens (0)"),
-        (["--prompt", "a", "--batch-generation", "0"], 2, "--batch-generation (0) must be at least 1"),
-        (["--prompt", "a", "--num-threads", "-3"], 2, "--num-threads (-3) must be at least 1"),
-        (["--prompt", "a", "--ckpt-step", "7"], 3, "step-000007"),
-        (["--prompt-file", "/nowhere/prompts.txt"], 4, "/nowhere/prompts.txt cannot be read"),
-        (["--prompt", "a", "--tokenizer-model", "/nowhere/spm.model"], 4, "/nowhere/spm.model"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (["--prompt", "x" * 25], 2, "shorten it by at least 1"),
+    (["--prompt", "a", "--top-p", "0"], 2, "top_p (0.0) must be in (0, 1]"),
+    (["--prompt", "a", "--max-new-tokens", "0"], 2, "--max-new-tokens (0)"),
+    (["--prompt", "a", "--batch-generation", "0"], 2, "--batch-generation (0) must be at least 1"),
+    (["--prompt", "a", "--num-threads", "-3"], 2, "--num-threads (-3) must be at least 1"),
+    (["--prompt", "a", "--ckpt-step", "7"], 3, "step-000007"),
+    (["--prompt-file", "/nowhere/prompts.txt"], 4, "/nowhere/prompts.txt cannot be read"),
+    (["--prompt", "a", "--tokenizer-model", "/nowhere/spm.model"], 4, "/nowhere/spm.model"),
+])  # fmt: skip
 def test_mistakes_are_one_message_and_a_code(
     byte_run: tuple[Path, GPTModel], capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:

@@ -129,16 +129,13 @@ def test_without_matplotlib_there_is_text_and_a_hint(
     assert not (resumed / "loss.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "arguments", "code", "message"),
-    [
-        (None, [], 4, "metrics.jsonl cannot be read"),
-        ("", [], 4, "no training or validation record yet (0 records"),
-        ('{"kind": "start", "step": 0}\n', [], 4, "(1 records of other kinds)"),
-        ('{"kind": "train", "step": 1, "loss": 1}\n', ["-o", "loss.gif"], 2, "must end in one of .png, .svg, .pdf"),
-        ('{"kind": "train", "step": 1, "loss": 1}\n', ["-o", "/nowhere/loss.png"], 6, "/nowhere/loss.png cannot be written"),
-    ],
-)
+@pytest.mark.parametrize(("content", "arguments", "code", "message"), [
+    (None, [], 4, "metrics.jsonl cannot be read"),
+    ("", [], 4, "no training or validation record yet (0 records"),
+    ('{"kind": "start", "step": 0}\n', [], 4, "(1 records of other kinds)"),
+    ('{"kind": "train", "step": 1, "loss": 1}\n', ["-o", "loss.gif"], 2, "must end in one of .png, .svg, .pdf"),
+    ('{"kind": "train", "step": 1, "loss": 1}\n', ["-o", "/nowhere/loss.png"], 6, "/nowhere/loss.png cannot be written"),
+])  # fmt: skip
 def test_mistakes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, arguments: list[str], code: int, message: str
 ) -> None:

@@ -95,22 +95,16 @@ def test_a_model_from_a_config(files: Path, capsys: pytest.CaptureFixture[str]) 
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--factory", "mine.py:absent"], "has no function absent"),
-        (["--factory", "mine.py:nothing"], "returned NoneType"),
-        (["--factory", "absent.py:make"], "there is no file absent.py"),
-        (["--factory", "no_such_module:make"], "looked for from here"),
-        (["--factory", "mine"], "want MODULE:FUNCTION"),
-        (["--factory", "mine.py:fails"], "mine.py:fails: the function fails at "),
-        (["--factory", "broken.py:make"], "broken.py:1: SyntaxError"),
-        (["--factory", "mine.py:make", "--set", "a=1"], "with --factory your function decides"),
-        (["--factory", "mine.py:make", "--seq-parallel"], "is for the preset"),
-        (["--model", "absent"], "is a folder on this machine"),
-        (["--model", "plan.yaml"], "is not the config.json of a model"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["--factory", "mine.py:absent"], "has no function absent"), (["--factory", "mine.py:nothing"], "returned NoneType"),
+    (["--factory", "absent.py:make"], "there is no file absent.py"),
+    (["--factory", "no_such_module:make"], "looked for from here"), (["--factory", "mine"], "want MODULE:FUNCTION"),
+    (["--factory", "mine.py:fails"], "mine.py:fails: the function fails at "),
+    (["--factory", "broken.py:make"], "broken.py:1: SyntaxError"),
+    (["--factory", "mine.py:make", "--set", "a=1"], "with --factory your function decides"),
+    (["--factory", "mine.py:make", "--seq-parallel"], "is for the preset"), (["--model", "absent"], "is a folder on this machine"),
+    (["--model", "plan.yaml"], "is not the config.json of a model"),
+])  # fmt: skip
 def test_what_is_refused(files: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["schedule", "check", "plan.yaml", *words]) == EXIT_CONFIG
     assert said in capsys.readouterr().err
@@ -119,24 +113,21 @@ def test_what_is_refused(files: Path, capsys: pytest.CaptureFixture[str], words:
 LINE = "schema: 1\nlines:\n  - {%s}\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("on: '0', do: column, blocks: 1000000000000", "which cannot be 1000000000000 blocks"),
-        ("on: '0', do: column, heads: 0", "heads must be a positive number, not 0"),
-        ("on: '0', do: column, heads: -2", "heads must be a positive number, not -2"),
-        ("on: '0', do: set, attribute: forward, value: 3", "'forward' is a method, a tensor or a module"),
-        ("on: '0', do: set, attribute: weight, value: 3", "'weight' is a method, a tensor or a module"),
-        ("on: '0', do: set, attribute: __class__, value: 3", "'__class__' is a method"),
-        ("on: '0', do: set, attribute: in_features, value: 3, divide: tp", "wants a value, or divide=, and not both"),
-        ("on: '0', do: sum_gradients, names: [nope]", "0 has no parameter 'nope'"),
-        ("on: '0', do: annotate, parameter: weight, key: data, value: 3", "every tensor has an attribute 'data'"),
-        ("on: '0', do: ulysses, axis: sp", "ulysses is about the model (Sequential) as a whole, but is written on '0'"),
-        ("on: '', do: zero, stage: 1, optimizer: {lr: fast}", "lr of the optimizer must be a number from 0 on, not 'fast'"),
-        ("on: '', do: zero, stage: 1, optimizer: {lr: .nan}", "lr of the optimizer must be a number from 0 on, not nan"),
-        ("on: '', do: zero, stage: 1, micro_batches: 0", "micro_batches must be a positive number, not 0"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("on: '0', do: column, blocks: 1000000000000", "which cannot be 1000000000000 blocks"),
+    ("on: '0', do: column, heads: 0", "heads must be a positive number, not 0"),
+    ("on: '0', do: column, heads: -2", "heads must be a positive number, not -2"),
+    ("on: '0', do: set, attribute: forward, value: 3", "'forward' is a method, a tensor or a module"),
+    ("on: '0', do: set, attribute: weight, value: 3", "'weight' is a method, a tensor or a module"),
+    ("on: '0', do: set, attribute: __class__, value: 3", "'__class__' is a method"),
+    ("on: '0', do: set, attribute: in_features, value: 3, divide: tp", "wants a value, or divide=, and not both"),
+    ("on: '0', do: sum_gradients, names: [nope]", "0 has no parameter 'nope'"),
+    ("on: '0', do: annotate, parameter: weight, key: data, value: 3", "every tensor has an attribute 'data'"),
+    ("on: '0', do: ulysses, axis: sp", "ulysses is about the model (Sequential) as a whole, but is written on '0'"),
+    ("on: '', do: zero, stage: 1, optimizer: {lr: fast}", "lr of the optimizer must be a number from 0 on, not 'fast'"),
+    ("on: '', do: zero, stage: 1, optimizer: {lr: .nan}", "lr of the optimizer must be a number from 0 on, not nan"),
+    ("on: '', do: zero, stage: 1, micro_batches: 0", "micro_batches must be a positive number, not 0"),
+])  # fmt: skip
 def test_lines_that_cannot_be(files: Path, capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
     Path("plan.yaml").write_text(LINE % line)
     assert call("check", "plan.yaml") == EXIT_CONFIG

@@ -50,13 +50,11 @@ def test_spellings_of_a_value(text: str) -> None:
     assert parse(text).model.num_layers == 3
 
 
-@pytest.mark.parametrize(
-    ("flags", "size"),
-    [
-        ("", 100), ("--tokenizer-type NullTokenizer", 101), ("--tokenizer-type NullTokenizer --vocab-size 7", 8),
-        ("--tokenizer-type NullTokenizer --eod-id 3", 100), ("--tokenizer-type ByteTokenizer --vocab-size 300", 300),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "size"), [
+    ("", 100), ("--tokenizer-type NullTokenizer", 101), ("--tokenizer-type NullTokenizer --vocab-size 7", 8),
+    ("--tokenizer-type NullTokenizer --eod-id 3", 100),
+    ("--tokenizer-type ByteTokenizer --vocab-size 300", 300),
+])  # fmt: skip
 def test_a_null_tokenizer_by_its_name_has_one_id_more_as_in_megatron(flags: str, size: int, tmp_path: Path) -> None:
     config = parse(flags)
     assert config.model.vocab_size == size
@@ -96,60 +94,48 @@ def test_choices_ignore_case() -> None:
     assert parse("--lr-decay-style wsd --lr-wsd-decay-iters 2").optimizer.lr_decay_style == "WSD"
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ("--num-layers abc", "--num-layers: expected an integer, got 'abc'"),
-        ("--num-layers 2.5", "--num-layers: expected an integer, got '2.5'"),
-        ("--train-iters 1e3", "--train-iters: expected an integer, got '1e3': write 1000"),
-        ("--train-iters 1e400", "--train-iters: expected an integer, got '1e400'"),
-        ("--num-layers", "--num-layers: expected an integer, got nothing"),
-        ("--num-layers --bf16", "--num-layers: expected an integer, got nothing"),
-        ("--lr fast", "--lr: expected a number, got 'fast'"),
-        ("--lr nan", "--lr: expected a finite number, got 'nan'"),
-        ("--lr inf", "--lr: expected a finite number, got 'inf'"),
-        ("--normalization batch", "--normalization: expected one of LayerNorm, RMSNorm, got 'batch'"),
-        ("--rampup-batch-size 2 b", "--rampup-batch-size: expected an integer, got 'b'"),
-        ("--data-path", "--data-path: expected one or more texts, got nothing"),
-        ("--bf16 True", "unexpected 'True': --bf16 takes no value"),
-        ("--bf16 pt", "unexpected 'pt': --bf16 takes no value"),
-        ("--use-mcore-models yes", "unexpected 'yes': --use-mcore-models takes no value"),
-        ("--bf16=maybe", "--bf16: expected true or false, got 'maybe'"),
-        ("--lr 1 2", "unexpected '2': --lr takes one value"),
-        ("-lr 1", "unexpected '-lr': a flag begins with --"),
-        ("--", "unexpected '--'"),
-        (["--load", ""], "--load: expected a text, got an empty text (an unset shell variable?)"),
-        (["--load", "a\nb" * 99, "--lr", "x\x1b[31m" * 99], "--lr: expected a number, got 'x?[31m"),
-        ("--window-size 4,4", "--window-size: expected N tokens, or Megatron's N-1,0, got '4,4': no token sees later ones"),
-        ("--window-size (-1,0)", "--window-size: expected N tokens, or Megatron's N-1,0, got '(-1,0)'"),
-        ("--window-size wide", "--window-size: expected an integer, got 'wide'"),
-        ("--window-size", "--window-size: expected an integer, got nothing"),
-        ("--wandb-run-name", "--wandb-run-name: expected a text, got nothing"),
-        ("--load-tag best", "--load-tag: expected global_stepN, got 'best': --ckpt-step N says which step is loaded"),
-        ("--profile-steps 3", "--profile-steps: expected two integers joined by a comma, got '3'"),
-        ("--train-tokens x", "--train-tokens: expected an integer, got 'x'"),
-        ("--train-tokens -5", "--train-tokens (-5) must be at least 0"),
-        ("--config", "--config: expected the path of a YAML file, got nothing"),
-    ],
-)
+@pytest.mark.parametrize(("more", "expected"), [
+    ("--num-layers abc", "--num-layers: expected an integer, got 'abc'"),
+    ("--num-layers 2.5", "--num-layers: expected an integer, got '2.5'"),
+    ("--train-iters 1e3", "--train-iters: expected an integer, got '1e3': write 1000"),
+    ("--train-iters 1e400", "--train-iters: expected an integer, got '1e400'"),
+    ("--num-layers", "--num-layers: expected an integer, got nothing"),
+    ("--num-layers --bf16", "--num-layers: expected an integer, got nothing"), ("--lr fast", "--lr: expected a number, got 'fast'"),
+    ("--lr nan", "--lr: expected a finite number, got 'nan'"), ("--lr inf", "--lr: expected a finite number, got 'inf'"),
+    ("--normalization batch", "--normalization: expected one of LayerNorm, RMSNorm, got 'batch'"),
+    ("--rampup-batch-size 2 b", "--rampup-batch-size: expected an integer, got 'b'"),
+    ("--data-path", "--data-path: expected one or more texts, got nothing"),
+    ("--bf16 True", "unexpected 'True': --bf16 takes no value"), ("--bf16 pt", "unexpected 'pt': --bf16 takes no value"),
+    ("--use-mcore-models yes", "unexpected 'yes': --use-mcore-models takes no value"),
+    ("--bf16=maybe", "--bf16: expected true or false, got 'maybe'"), ("--lr 1 2", "unexpected '2': --lr takes one value"),
+    ("-lr 1", "unexpected '-lr': a flag begins with --"), ("--", "unexpected '--'"),
+    (["--load", ""], "--load: expected a text, got an empty text (an unset shell variable?)"),
+    (["--load", "a\nb" * 99, "--lr", "x\x1b[31m" * 99], "--lr: expected a number, got 'x?[31m"),
+    ("--window-size 4,4", "--window-size: expected N tokens, or Megatron's N-1,0, got '4,4': no token sees later ones"),
+    ("--window-size (-1,0)", "--window-size: expected N tokens, or Megatron's N-1,0, got '(-1,0)'"),
+    ("--window-size wide", "--window-size: expected an integer, got 'wide'"),
+    ("--window-size", "--window-size: expected an integer, got nothing"),
+    ("--wandb-run-name", "--wandb-run-name: expected a text, got nothing"),
+    ("--load-tag best", "--load-tag: expected global_stepN, got 'best': --ckpt-step N says which step is loaded"),
+    ("--profile-steps 3", "--profile-steps: expected two integers joined by a comma, got '3'"),
+    ("--train-tokens x", "--train-tokens: expected an integer, got 'x'"),
+    ("--train-tokens -5", "--train-tokens (-5) must be at least 0"),
+    ("--config", "--config: expected the path of a YAML file, got nothing"),
+])  # fmt: skip
 def test_wrong_values(more: str | list[str], expected: str) -> None:
     text = error(more)
     assert expected in text and len(text) < 300
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ("--num-layesr 3", "--num-layesr is unknown: did you mean --num-layers?"),
-        ("--num_layer 3", "--num_layer is unknown: did you mean --num-layers"),
-        ("--lr-warmup 3", "--lr-warmup is unknown: did you mean --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples?"),
-        ("--wandb-projct x", "did you mean --wandb-project?"),
-        ("--trasformer-impl local", "did you mean --transformer-impl?"),
-        ("--qqq", "--qqq is unknown; --help lists all flags"),
-        ("--cofnig x", "did you mean --config?"),
-        ("--no-such-thing 1 2 3", "--no-such-thing is unknown"),
-    ],
-)
+@pytest.mark.parametrize(("more", "expected"), [
+    ("--num-layesr 3", "--num-layesr is unknown: did you mean --num-layers?"),
+    ("--num_layer 3", "--num_layer is unknown: did you mean --num-layers"),
+    ("--lr-warmup 3", "--lr-warmup is unknown: did you mean --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples?"),
+    ("--wandb-projct x", "did you mean --wandb-project?"),
+    ("--trasformer-impl local", "did you mean --transformer-impl?"), ("--qqq", "--qqq is unknown; --help lists all flags"),
+    ("--cofnig x", "did you mean --config?"),
+    ("--no-such-thing 1 2 3", "--no-such-thing is unknown"),
+])  # fmt: skip
 def test_mistyped_names(more: str, expected: str) -> None:
     text = error(more)
     assert expected in text and "\n" not in text
@@ -174,61 +160,49 @@ def test_several_mistakes_in_one_message() -> None:
 # ---------------------------------------------------------------------------------------------------------------- dialects
 
 
-@pytest.mark.parametrize(
-    ("more", "field", "value"),
-    [
-        ("--num-key-value-heads 2", "model.num_query_groups", 2),
-        ("--use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
-        ("--no-position-embedding", "model.position_embedding_type", "none"),
-        ("--no-position-embedding --use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
-        ("--use-rotary-position-embeddings --no-position-embedding", "model.position_embedding_type", "rope"),
-        ("--position-embedding-type rope --rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
-        ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
-        ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "model.rope_scaling_factor", 32.0),
-        (
-            "--position-embedding-type rope --use-rope-scaling --rope-scaling-original-max-position-embeddings 4096",
-            "model.rope_scaling_original_length",
-            4096,
-        ),
-        ("--window-size 4096", "model.window_size", 4096),
-        ("--window-size 4095,0", "model.window_size", 4096),
-        ("--window-size (127,0)", "model.window_size", 128),
-        ("--window-size 0,0", "model.window_size", 1),
-        ("--layernorm-epsilon 1e-6", "model.norm_epsilon", 1e-6),
-        ("--no-bias-gelu-fusion", "model.gelu_approximate", "none"),
-        ("--no-bias-gelu-fusion --openai-gelu", "model.gelu_approximate", "tanh"),
-        ("--openai-gelu --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"),
-        ("--gelu-approximate tanh --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"),
-        ("", "model.activation", "gelu_tanh"),
-        ("--disable-bias-linear", "model.activation", "gelu"),
-        ("--disable-bias-linear --add-mlp-bias", "model.activation", "gelu_tanh"),
-        ("--disable-bias-linear --openai-gelu", "model.activation", "gelu_tanh"),
-        ("--disable-bias-linear --geglu", "model.activation", "geglu_tanh"),
-        ("--model-family bert", "model.activation", "gelu_tanh"),
-        ("--model-family bert", "model.bert_head_activation", "gelu"),
-        ("--model-family bert --disable-bias-linear", "model.gelu_approximate", "none"),
-        ("--model-family bert --openai-gelu", "model.bert_head_activation", "gelu_tanh"),
-        ("--model-family bert --openai-gelu --bert-head-activation gelu", "model.bert_head_activation", "gelu"),
-        ("--bf16 --use-flash-attn-v2", "kernels.attention_backend", "flash"),
-        ("--bf16 --use-flash-attn", "kernels.attention_backend", "flash"),
-        ("--checkpoint-activations", "kernels.recompute_method", "uniform"),
-        ("--checkpoint-activations --checkpoint-num-layers 2", "kernels.recompute_num_layers", 2),
-        ("--activations-checkpoint-method block --checkpoint-num-layers 1", "kernels.recompute_method", "block"),
-        ("--load x --override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
-        ("--load x --override-opt-param-scheduler", "optimizer.override_opt_param_scheduler", True),
-        ("--load x --use-checkpoint-opt_param-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
-        ("--load x --override-lr-scheduler", "optimizer.override_opt_param_scheduler", True),
-        ("--profile pt", "logging.profile", True),
-        ("--profile", "logging.profile", True),
-        ("--load x --load-tag global_step100", "checkpoint.ckpt_step", 100),
-        ("--load x --load-tag global_step0_universal", "checkpoint.ckpt_step", 0),
-        ("--profile pt --profile_steps 2,3", "logging.profile_step_end", 3),
-        ("--encoder-seq-length 16 --encoder-num-layers 7", "model.seq_length", 16),
-        ("--save x --save-retain-interval 100", "checkpoint.keep_every", 100),
-        ("--ds-sequence-parallel-size 1", "parallel.sequence_parallel_size", 1),
-        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model m", "data.tokenizer_type", "SentencePieceTokenizer"),
-    ],
-)
+@pytest.mark.parametrize(("more", "field", "value"), [
+    ("--num-key-value-heads 2", "model.num_query_groups", 2),
+    ("--use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
+    ("--no-position-embedding", "model.position_embedding_type", "none"),
+    ("--no-position-embedding --use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
+    ("--use-rotary-position-embeddings --no-position-embedding", "model.position_embedding_type", "rope"),
+    ("--position-embedding-type rope --rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
+    ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
+    ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "model.rope_scaling_factor", 32.0),
+    ("--position-embedding-type rope --use-rope-scaling --rope-scaling-original-max-position-embeddings 4096",
+        "model.rope_scaling_original_length", 4096), ("--window-size 4096", "model.window_size", 4096),
+    ("--window-size 4095,0", "model.window_size", 4096), ("--window-size (127,0)", "model.window_size", 128),
+    ("--window-size 0,0", "model.window_size", 1), ("--layernorm-epsilon 1e-6", "model.norm_epsilon", 1e-6),
+    ("--no-bias-gelu-fusion", "model.gelu_approximate", "none"),
+    ("--no-bias-gelu-fusion --openai-gelu", "model.gelu_approximate", "tanh"),
+    ("--openai-gelu --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"),
+    ("--gelu-approximate tanh --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"), ("", "model.activation", "gelu_tanh"),
+    ("--disable-bias-linear", "model.activation", "gelu"),
+    ("--disable-bias-linear --add-mlp-bias", "model.activation", "gelu_tanh"),
+    ("--disable-bias-linear --openai-gelu", "model.activation", "gelu_tanh"),
+    ("--disable-bias-linear --geglu", "model.activation", "geglu_tanh"), ("--model-family bert", "model.activation", "gelu_tanh"),
+    ("--model-family bert", "model.bert_head_activation", "gelu"),
+    ("--model-family bert --disable-bias-linear", "model.gelu_approximate", "none"),
+    ("--model-family bert --openai-gelu", "model.bert_head_activation", "gelu_tanh"),
+    ("--model-family bert --openai-gelu --bert-head-activation gelu", "model.bert_head_activation", "gelu"),
+    ("--bf16 --use-flash-attn-v2", "kernels.attention_backend", "flash"),
+    ("--bf16 --use-flash-attn", "kernels.attention_backend", "flash"),
+    ("--checkpoint-activations", "kernels.recompute_method", "uniform"),
+    ("--checkpoint-activations --checkpoint-num-layers 2", "kernels.recompute_num_layers", 2),
+    ("--activations-checkpoint-method block --checkpoint-num-layers 1", "kernels.recompute_method", "block"),
+    ("--load x --override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
+    ("--load x --override-opt-param-scheduler", "optimizer.override_opt_param_scheduler", True),
+    ("--load x --use-checkpoint-opt_param-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
+    ("--load x --override-lr-scheduler", "optimizer.override_opt_param_scheduler", True), ("--profile pt", "logging.profile", True),
+    ("--profile", "logging.profile", True),
+    ("--load x --load-tag global_step100", "checkpoint.ckpt_step", 100),
+    ("--load x --load-tag global_step0_universal", "checkpoint.ckpt_step", 0),
+    ("--profile pt --profile_steps 2,3", "logging.profile_step_end", 3),
+    ("--encoder-seq-length 16 --encoder-num-layers 7", "model.seq_length", 16),
+    ("--save x --save-retain-interval 100", "checkpoint.keep_every", 100),
+    ("--ds-sequence-parallel-size 1", "parallel.sequence_parallel_size", 1),
+    ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model m", "data.tokenizer_type", "SentencePieceTokenizer"),
+])  # fmt: skip
 def test_other_spellings(more: str, field: str, value: object) -> None:
     group, _, name = field.partition(".")
     config = parse(more)
@@ -263,18 +237,15 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
     assert all(note.endswith(")") and " (" in note for note in config.ignored_flags)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
-        "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
-        "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--optimizer muon",
-        "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--retro-project-dir x",
-        "--standalone-embedding-stage", "--ckpt-convert-format torch", "--compression-training",
-        "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
-        "--decrease-batch-size-if-needed", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("more", [
+    "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
+    "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3", "--num-experts 8 --moe-input-jitter-eps 0.01",
+    "--num-experts 8 --mlp-type residual", "--optimizer muon", "--position-embedding-type yarn", "--tokenizer-type TikTokenizer",
+    "--retro-project-dir x", "--standalone-embedding-stage", "--ckpt-convert-format torch", "--compression-training",
+    "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
+    "--decrease-batch-size-if-needed", "--init-method-xavier-uniform",
+    "--yaml-cfg x.yaml",
+])  # fmt: skip
 def test_what_would_change_the_result_is_refused(more: str) -> None:
     text = error(more)
     assert "is unknown" not in text
@@ -362,44 +333,31 @@ def test_a_later_file_comes_over_an_earlier_one(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.precision.bf16, config.batch.seed, config.model.num_layers) == (1e-3, True, 8, 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("num_layesr: 3", "run.yaml line 1: num_layesr is unknown: did you mean num-layers?"),
-        ("lr: 1\n\nlr-warmup: 3", "run.yaml line 3: lr-warmup is unknown"),
-        ("modelz:\n  num_layers: 3", "run.yaml line 1: modelz is not a group of flags; the groups are model, parallel"),
-        ("model:\n  num_layers: three", "run.yaml line 2: num_layers: expected an integer, got 'three'"),
-        ("lr: [1, 2]", "run.yaml line 1: lr: expected a number, got 1 2"),
-        ("bf16: 3", "run.yaml line 1: bf16: expected true or false, got '3'"),
-        ("lr: {a: 1}", "lr is not a group of flags"),
-        ("data-path: [[a]]", "the value of data-path must be a word"),
-        ("model: {data-path: {a: b}}", "the value of data-path must be a word"),
-        ("lr: 1\nlr: 2", "run.yaml line 2: lr is given twice"),
-        ("num_layers: 1\nnum-layers: 2", "run.yaml line 2: num-layers is given twice"),
-        ("- lr\n- 1", "run.yaml line 1: expected lines of 'flag: value'"),
-        ("just words", "run.yaml line 1: expected lines of 'flag: value'"),
-        ("[a]: 1", "expected the name of a flag"),
-        ("lr: 'x", "line 1: not YAML"),
-        ("a: b: c", "line 1: not YAML"),
-        ("lr: 1\n---\nlr: 2", "not YAML"),
-        ("lr: !!python/object/apply:os.getcwd []", "the value of lr must be a word"),
-        ("!!python/object:os.x {lr: 1}", "expected lines of 'flag: value'"),
-        ("model: !!python/object:os.x {num_layers: 1}", "line 1: expected lines of 'flag: value' under model"),
-        ("lr: !!python/name:os.system x", "the value of lr must be a word"),
-        ("? !!python/object:os.x lr\n: 1", "expected the name of a flag"),
-        ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]", "the value of b must be a word"),
-        ("[" * 60000, "nested too deeply"),
-        ("- " * 60000, "nested too deeply"),
-        ("? " * 60000, "nested too deeply"),
-        (b"lr: \xff\xfe", "not UTF-8"),
-        ("#" * (MAX_FILE_BYTES + 1), "this is not a file of flags"),
-        ("config: other.yaml", "run.yaml line 1: config belongs on the command line"),
-        ("print-config: true", "belongs on the command line"),
-        ("mtp-num-layers: 2", "run.yaml line 1: mtp-num-layers 2 is not supported"),
-        ("load: ''", "load: expected a text, got an empty text"),
-        ("lr: -1", "--lr (-1) must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("num_layesr: 3", "run.yaml line 1: num_layesr is unknown: did you mean num-layers?"),
+    ("lr: 1\n\nlr-warmup: 3", "run.yaml line 3: lr-warmup is unknown"),
+    ("modelz:\n  num_layers: 3", "run.yaml line 1: modelz is not a group of flags; the groups are model, parallel"),
+    ("model:\n  num_layers: three", "run.yaml line 2: num_layers: expected an integer, got 'three'"),
+    ("lr: [1, 2]", "run.yaml line 1: lr: expected a number, got 1 2"),
+    ("bf16: 3", "run.yaml line 1: bf16: expected true or false, got '3'"), ("lr: {a: 1}", "lr is not a group of flags"),
+    ("data-path: [[a]]", "the value of data-path must be a word"),
+    ("model: {data-path: {a: b}}", "the value of data-path must be a word"), ("lr: 1\nlr: 2", "run.yaml line 2: lr is given twice"),
+    ("num_layers: 1\nnum-layers: 2", "run.yaml line 2: num-layers is given twice"),
+    ("- lr\n- 1", "run.yaml line 1: expected lines of 'flag: value'"),
+    ("just words", "run.yaml line 1: expected lines of 'flag: value'"), ("[a]: 1", "expected the name of a flag"),
+    ("lr: 'x", "line 1: not YAML"), ("a: b: c", "line 1: not YAML"), ("lr: 1\n---\nlr: 2", "not YAML"),
+    ("lr: !!python/object/apply:os.getcwd []", "the value of lr must be a word"),
+    ("!!python/object:os.x {lr: 1}", "expected lines of 'flag: value'"),
+    ("model: !!python/object:os.x {num_layers: 1}", "line 1: expected lines of 'flag: value' under model"),
+    ("lr: !!python/name:os.system x", "the value of lr must be a word"),
+    ("? !!python/object:os.x lr\n: 1", "expected the name of a flag"),
+    ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]", "the value of b must be a word"), ("[" * 60000, "nested too deeply"),
+    ("- " * 60000, "nested too deeply"), ("? " * 60000, "nested too deeply"), (b"lr: \xff\xfe", "not UTF-8"),
+    ("#" * (MAX_FILE_BYTES + 1), "this is not a file of flags"),
+    ("config: other.yaml", "run.yaml line 1: config belongs on the command line"), ("print-config: true", "belongs on the command line"),
+    ("mtp-num-layers: 2", "run.yaml line 1: mtp-num-layers 2 is not supported"), ("load: ''", "load: expected a text, got an empty text"),
+    ("lr: -1", "--lr (-1) must be at least 0"),
+])  # fmt: skip
 def test_wrong_files(tmp_path: Path, text: str | bytes, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_file(tmp_path, text, sound="--num-layers 2" if expected.startswith("--lr") else SOUND.replace("--lr 1e-3", ""))

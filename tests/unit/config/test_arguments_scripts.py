@@ -183,19 +183,14 @@ def test_every_flag_in_use_is_known_with_its_number_of_values(flag: str) -> None
         assert f"{flag.split()[0]}: expected" not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("words", "groups", "told"),
-    [
-        ("--num-query-groups 4", 4, "--num-query-groups 4 (these are the key/value heads, with or without --group-query-attention"),
-        ("--group-query-attention --num-query-groups 4", 4, ""),
-        ("--num-query-groups 16", 16, ""),
-        ("--num-key-value-heads 4", 4, ""),
-        ("--group-query-attention", 1, "--group-query-attention (without --num-query-groups it is one key/value head"),
-        ("--no-group-query-attention --num-query-groups 1", 16, "--num-query-groups (without --group-query-attention: each query head"),
-        ("--attention-head-type multiquery", 1, ""),
-        ("--attention-head-type multihead", 16, "--attention-head-type (asks for what happens anyway)"),
-    ],
-)
+@pytest.mark.parametrize(("words", "groups", "told"), [
+    ("--num-query-groups 4", 4, "--num-query-groups 4 (these are the key/value heads, with or without --group-query-attention"),
+    ("--group-query-attention --num-query-groups 4", 4, ""), ("--num-query-groups 16", 16, ""), ("--num-key-value-heads 4", 4, ""),
+    ("--group-query-attention", 1, "--group-query-attention (without --num-query-groups it is one key/value head"),
+    ("--no-group-query-attention --num-query-groups 1", 16, "--num-query-groups (without --group-query-attention: each query head"),
+    ("--attention-head-type multiquery", 1, ""),
+    ("--attention-head-type multihead", 16, "--attention-head-type (asks for what happens anyway)"),
+])  # fmt: skip
 def test_key_value_heads(words: str, groups: int, told: str) -> None:
     """Megatron ignores --num-query-groups without the other flag, and has one group where that stands alone."""
     c = config(f"{MEGATRON_LM_345M} {words}")
@@ -204,28 +199,24 @@ def test_key_value_heads(words: str, groups: int, told: str) -> None:
     assert len(notes) == bool(told) and all(told in note for note in notes), notes
 
 
-@pytest.mark.parametrize(
-    ("words", "activation", "width"),
-    [
-        ("--glu-activation swiglu", "swiglu", 4096), ("--glu_activation=geglu", "geglu", 4096), ("--swiglu", "swiglu", 2688),
-        ("--glu-activation swiglu --ffn-hidden-size 640", "swiglu", 640), ("--glu-activation geglu --openai-gelu", "geglu_tanh", 4096),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "activation", "width"), [
+    ("--glu-activation swiglu", "swiglu", 4096), ("--glu_activation=geglu", "geglu", 4096), ("--swiglu", "swiglu", 2688),
+    ("--glu-activation swiglu --ffn-hidden-size 640", "swiglu", 640),
+    ("--glu-activation geglu --openai-gelu", "geglu_tanh", 4096),
+])  # fmt: skip
 def test_gates_of_the_forks(words: str, activation: str, width: int) -> None:
     """Each half of such a gate is as wide as an MLP without one, where Megatron narrows it."""
     model = config(f"{MEGATRON_LM_345M} {words}").model
     assert (model.activation, model.ffn_size) == (activation, width)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--spec local", "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec", "--rope-type rope",
-        "--rotary-interleaved",
-        "--padded-vocab-size 50304", "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "--megatron-fsdp-version 2",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "--spec local",
+    "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec", "--rope-type rope",
+    "--rotary-interleaved", "--padded-vocab-size 50304", "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "--megatron-fsdp-version 2",
+])  # fmt: skip
 def test_names_that_change_nothing(words: str) -> None:
     c, plain = config(f"{MEGATRON_LM_345M} {words}"), config(MEGATRON_LM_345M)
     assert c == plain
@@ -254,18 +245,14 @@ def test_collective_backends_of_other_programs(theirs: str, ours: str) -> None:
 BF16 = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --mock-data --lr 1 --train-iters 1 --bf16 "
 
 
-@pytest.mark.parametrize(
-    ("flags", "backend", "line"),
-    [
-        ("--use-flash-attn", "flash", ""),
-        ("--use-flash-attn-triton --device cuda", "flash", ""),
-        ("--use-flash-attn --attention-backend flash", "flash", ""),
-        ("--use-flash-attn --attention-backend fused", "fused", "--use-flash-attn (--attention-backend fused says it more exactly)"),
-        ("--attention-backend auto --use-flash-attn", "auto", "--use-flash-attn (--attention-backend auto says it more exactly)"),
-        ("--use-flash-attn --device cpu", "auto", "--use-flash-attn (there is no GPU in this run: attention is torch's)"),
-        ("--use-flash-attn --device cpu --attention-backend unfused", "unfused", "--use-flash-attn (--attention-backend unfused says"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "backend", "line"), [
+    ("--use-flash-attn", "flash", ""), ("--use-flash-attn-triton --device cuda", "flash", ""),
+    ("--use-flash-attn --attention-backend flash", "flash", ""),
+    ("--use-flash-attn --attention-backend fused", "fused", "--use-flash-attn (--attention-backend fused says it more exactly)"),
+    ("--attention-backend auto --use-flash-attn", "auto", "--use-flash-attn (--attention-backend auto says it more exactly)"),
+    ("--use-flash-attn --device cpu", "auto", "--use-flash-attn (there is no GPU in this run: attention is torch's)"),
+    ("--use-flash-attn --device cpu --attention-backend unfused", "unfused", "--use-flash-attn (--attention-backend unfused says"),
+])  # fmt: skip
 def test_what_use_flash_attn_means(flags: str, backend: str, line: str) -> None:
     config = config_from_args((BF16 + flags).split())
     assert config.kernels.attention_backend == backend

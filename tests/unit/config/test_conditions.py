@@ -80,30 +80,25 @@ def test_a_kind_of_loss_without_a_coefficient() -> None:
     assert parse(f"{experts} none").ignored_flags == parse(f"{experts} global_aux_loss --moe-aux-loss-coeff 1").ignored_flags == ()
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        "--no-moe-router-pre-softmax", "--overlap-param-gather", "--position-embedding-type rope --rotary-base 5",
-        "--vocab-file x --merge-file y --tokenizer-type GPT2BPETokenizer",
-        "--preset llama-1b --position-embedding-type learned_absolute --num-query-groups 4 --no-relu",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("told", [
+    "--no-moe-router-pre-softmax", "--overlap-param-gather", "--position-embedding-type rope --rotary-base 5",
+    "--vocab-file x --merge-file y --tokenizer-type GPT2BPETokenizer",
+    "--preset llama-1b --position-embedding-type learned_absolute --num-query-groups 4 --no-relu",
+])  # fmt: skip
 def test_what_was_not_asked_for_and_what_counts_is_not_named(told: str) -> None:
     assert parse(told).ignored_flags == ()
 
 
-@pytest.mark.parametrize(
-    ("told", "why"),
-    [
-        ("--rope-scaling-factor 0", r"rope_scaling_factor \(0\) must be above 0"),
-        ("--rope-scaling-high-freq-factor 0.5", r"rope_scaling_high_freq_factor \(0.5\) must be above"),
-        ("--optimizer sgd --adam-eps 0", r"adam_eps \(0\) must be above 0"),
-        ("--min-loss-scale 0", r"min_loss_scale \(0.0\) must be above 0"),
-        ("--lr-wsd-decay-samples 5", "the schedule counts what the run counts"), ("--split a", r"split \('a'\) must be"),
-        ("--moe-router-topk -1", "must be at least 1"), ("--min-lr 2", r"min_lr \(2.0\) must be at most lr"),
-        ("--keep-last 1", "must be at least 2"), ("--nccl-sp-ctas 65", "must be at most 64"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("told", "why"), [
+    ("--rope-scaling-factor 0", r"rope_scaling_factor \(0\) must be above 0"),
+    ("--rope-scaling-high-freq-factor 0.5", r"rope_scaling_high_freq_factor \(0.5\) must be above"),
+    ("--optimizer sgd --adam-eps 0", r"adam_eps \(0\) must be above 0"),
+    ("--min-loss-scale 0", r"min_loss_scale \(0.0\) must be above 0"),
+    ("--lr-wsd-decay-samples 5", "the schedule counts what the run counts"), ("--split a", r"split \('a'\) must be"),
+    ("--moe-router-topk -1", "must be at least 1"), ("--min-lr 2", r"min_lr \(2.0\) must be at most lr"),
+    ("--keep-last 1", "must be at least 2"),
+    ("--nccl-sp-ctas 65", "must be at most 64"),
+])  # fmt: skip
 def test_what_no_run_could_use_is_an_error_all_the_same(told: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse(told)

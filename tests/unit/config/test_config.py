@@ -60,16 +60,12 @@ def _groups(**texts: tuple[str, ...]) -> dict[str, Any]:
 ROPE = {"position_embedding_type": "rope"}
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 0}, "--num-layers (0) must be at least 1"),
-    ({"hidden_size": -64}, "--hidden-size (-64) must be at least 1"),
-    ({"lr": -0.1}, "--lr (-0.1) must be at least 0"),
-    ({"keep_last": 1}, "--keep-last (1) must be at least 2"),
-    ({"num_layers": None}, "--num-layers is required"),
+    ({"hidden_size": -64}, "--hidden-size (-64) must be at least 1"), ({"lr": -0.1}, "--lr (-0.1) must be at least 0"),
+    ({"keep_last": 1}, "--keep-last (1) must be at least 2"), ({"num_layers": None}, "--num-layers is required"),
     ({"num_layers": None, "seq_length": None}, "--num-layers, --seq-length are required"),
     ({"hidden_size": 66}, "hidden_size (66) must be a multiple of num_attention_heads (4): 66 = 16 * 4 + 2"),
-    (
-        {"hidden_size": 100, "num_attention_heads": 10, "num_query_groups": 4},
-        "num_attention_heads (10) must be a multiple of num_query_groups (4): 10 = 2 * 4 + 2; use 1, 2, 5, 10",
-    ),
+    ({"hidden_size": 100, "num_attention_heads": 10, "num_query_groups": 4},
+        "num_attention_heads (10) must be a multiple of num_query_groups (4): 10 = 2 * 4 + 2; use 1, 2, 5, 10"),
     ({"num_query_groups": 8}, "num_attention_heads (4) must be a multiple of num_query_groups (8): 4 = 0 * 8 + 4; use 1, 2, 4"),
     ({"max_position_embeddings": 16}, "max_position_embeddings (16) must be at least seq_length (32)"),
     ({"attention_dropout": 1.0}, "attention_dropout (1.0) must be in [0, 1)"),
@@ -77,25 +73,18 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"norm_epsilon": 0.0}, "norm_epsilon (0.0) must be above 0"),
     ({"swiglu": True, "squared_relu": True}, "--swiglu and --squared-relu exclude each other: give one activation"),
     ({"geglu": True, "relu": True, "swiglu": True}, "--swiglu and --geglu and --relu exclude each other"),
-    (
-        {"geglu": True, "hidden_size": 20},
-        "the MLP would have no width: with --geglu it is 8/3 * hidden_size (20), rounded down to a multiple of 64, and that is 0;"
-        " give --ffn-hidden-size",
-    ),
+    ({"geglu": True, "hidden_size": 20}, "the MLP would have no width: with --geglu it is 8/3 * hidden_size (20), rounded down to a"
+        " multiple of 64, and that is 0; give --ffn-hidden-size"),
     ({"window_size": 0}, "--window-size (0) must be at least 1"),
     ({"use_rope_scaling": True}, "--use-rope-scaling is about rotary positions: add --position-embedding-type rope, or leave it out"),
     ({"rotary_seq_len_interpolation_factor": 4.0}, "--rotary-seq-len-interpolation-factor 4 is about rotary positions"),
-    (
-        {**ROPE, "use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 4.0},
-        "--use-rope-scaling and --rotary-seq-len-interpolation-factor 4 are two ways to make the same sequences longer: give one",
-    ),
+    ({**ROPE, "use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 4.0},
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor 4 are two ways to make the same sequences longer: give one"),
     ({**ROPE, "rotary_seq_len_interpolation_factor": 0.0}, "rotary_seq_len_interpolation_factor (0) must be above 0"),
     ({**ROPE, "rope_scaling_factor": -8.0}, "rope_scaling_factor (-8) must be above 0"),
     ({**ROPE, "rope_scaling_low_freq_factor": 0.0}, "rope_scaling_low_freq_factor (0) must be above 0"),
-    (
-        {**ROPE, "rope_scaling_high_freq_factor": 1.0},
-        "rope_scaling_high_freq_factor (1) must be above rope_scaling_low_freq_factor (1): frequencies between the two are stretched",
-    ),
+    ({**ROPE, "rope_scaling_high_freq_factor": 1.0},
+        "rope_scaling_high_freq_factor (1) must be above rope_scaling_low_freq_factor (1): frequencies between the two are stretched"),
     ({"bert_head_activation": "gelu"}, "--bert-head-activation gelu is for BERT (pretrain_bert.py), and this is a GPT: leave it out"),
     ({"model_family": "bert", "use_parallel_residual": True}, "--use-parallel-residual is for GPT: here attention comes first"),
     ({"model_family": "bert", "window_size": 4}, "--window-size 4 is for GPT: BERT's tokens see all of their sequence"),
@@ -118,36 +107,27 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"recompute_activations": True, "recompute_granularity": "full"}, "--recompute-activations means"),
     ({"recompute_granularity": "selective", "recompute_method": "block"}, "--recompute-method chooses whole blocks"),
     ({"recompute_granularity": "full", "recompute_method": "block"}, "needs --recompute-num-layers N"),
-    (
-        {"mlp_chunks": 65, "seq_length": 64},
-        "mlp_chunks (65) must be at most the positions of a rank (64 / 1, rounded up, = 64): use --mlp-chunks 64 or less",
-    ),
+    ({"mlp_chunks": 65, "seq_length": 64}, "mlp_chunks (65) must be at most the positions of a rank (64 / 1, rounded up, = 64): use"
+        " --mlp-chunks 64 or less"),
     ({"recompute_granularity": "full", "recompute_num_layers": 3}, "recompute_num_layers (3) must be at most num_layers (2)"),
     ({"global_batch_size": 7, "micro_batch_size": 2}, "(2 * 1 = 2): 7 = 3 * 2 + 1; use 6 or 8"),
-    (
-        {"eval_global_batch_size": 7, "micro_batch_size": 2},
-        "eval_global_batch_size (7) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2): 7 = 3 * 2 + 1; use 6 or 8",
-    ),
+    ({"eval_global_batch_size": 7, "micro_batch_size": 2},
+        "eval_global_batch_size (7) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2): 7 = 3 * 2 + 1; use 6 or 8"),
     ({"global_batch_size": 1, "micro_batch_size": 2}, "1 = 0 * 2 + 1; use 2"),
     ({"global_batch_size": 8, "rampup_batch_size": (2, 2)}, "takes three integers, START INCREMENT SAMPLES, got 2: 2 2"),
     ({"global_batch_size": 8, "rampup_batch_size": (0, 2, 9)}, "must be at least 1"),
     ({"rampup_batch_size": (2, 2, 9)}, "rampup_batch_size needs --global-batch-size"),
     ({"global_batch_size": 8, "rampup_batch_size": (8, 2, 9)}, "must start below global_batch_size (8)"),
     ({"global_batch_size": 8, "rampup_batch_size": (3, 2, 9)}, "(8 - 3) / 2 = 2.5"),
-    (
-        {"global_batch_size": 8, "micro_batch_size": 2, "rampup_batch_size": (3, 1, 9)},
-        "START (3) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)",
-    ),
-    (
-        {"global_batch_size": 8, "micro_batch_size": 2, "rampup_batch_size": (2, 3, 9)},
-        "INCREMENT (3) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)",
-    ),
+    ({"global_batch_size": 8, "micro_batch_size": 2, "rampup_batch_size": (3, 1, 9)},
+        "START (3) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)"),
+    ({"global_batch_size": 8, "micro_batch_size": 2, "rampup_batch_size": (2, 3, 9)},
+        "INCREMENT (3) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)"),
     (_steps("0:8 1K:9", micro=2), "step_batch_size_schedule: 9 must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)"),
     (_steps("0:9 1K:8", micro=2), "step_batch_size_schedule: 9 must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)"),
     (_steps("0:8 1K:16") | {"global_batch_size": 8}, "global_batch_size (8) is not the last size of --step-batch-size-schedule (16)"),
     (_steps("0:8 1K:16") | {"rampup_batch_size": (2, 2, 9)}, "are two ways for a batch to grow: give one"),
-    (_steps("16"), "step_batch_size_schedule: expected TOKENS:SIZE such as 2.4B:320, got '16'"),
-    (_steps("0:8 1G:16"), "got '1G:16'"),
+    (_steps("16"), "step_batch_size_schedule: expected TOKENS:SIZE such as 2.4B:320, got '16'"), (_steps("0:8 1G:16"), "got '1G:16'"),
     (_steps(f"0:8 {'9' * 400}:16"), "expected TOKENS:SIZE such as 2.4B:320, got '9999"),
     (_steps("0:0"), "'0:0': expected at most 1e+18 tokens, and a whole number from 1 to 2147483648 as size"),
     (_steps("0:1.5"), "'0:1.5': expected"),
@@ -160,25 +140,18 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (_curriculum(lr_warmup_tokens=9), "--lr-warmup-tokens (9) needs --lr-decay-tokens"),
     (_curriculum(lr_decay_tokens=90, lr_warmup_iters=2), "--lr-warmup-iters cannot go with a learning rate that goes"),
     (_curriculum(lr_decay_tokens=90, lr_warmup_tokens=90), "lr_warmup_tokens (90) must be below the decay horizon (90"),
-    (
-        _curriculum(lr_decay_tokens=90, lr_warmup_tokens=9, lr_warmup_fraction=0.1),
-        "give --lr-warmup-fraction (0.1) or --lr-warmup-tokens (9), not both",
-    ),
-    (
-        _curriculum(lr_decay_tokens=90, lr_decay_style="WSD", lr_wsd_decay_iters=2),
-        "--lr-decay-style WSD has its final decay in steps or samples",
-    ),
-    (
-        _curriculum(train_iters=None, train_tokens=90, weight_decay_incr_style="linear", start_weight_decay=0.1, end_weight_decay=0.2),
-        "--weight-decay-incr-style changes the weight decay over --train-samples or --train-iters",
-    ),
+    (_curriculum(lr_decay_tokens=90, lr_warmup_tokens=9, lr_warmup_fraction=0.1),
+        "give --lr-warmup-fraction (0.1) or --lr-warmup-tokens (9), not both"),
+    (_curriculum(lr_decay_tokens=90, lr_decay_style="WSD", lr_wsd_decay_iters=2),
+        "--lr-decay-style WSD has its final decay in steps or samples"),
+    (_curriculum(train_iters=None, train_tokens=90, weight_decay_incr_style="linear", start_weight_decay=0.1, end_weight_decay=0.2),
+        "--weight-decay-incr-style changes the weight decay over --train-samples or --train-iters"),
     ({"train_iters": None}, "the length of the run is missing"),
     ({"train_samples": 100}, "give --train-iters (10) or --train-samples (100), not both"),
     ({"skip_train": True}, "--skip-train validates a checkpoint and needs --load"),
     ({"skip_train": True, "load": "x", "eval_iters": 0}, "leaves nothing to do"),
     ({"seed": 2**32}, "seed (4294967296) must be at most 4294967295"),
-    ({"exit_duration_in_mins": 0.0}, "exit_duration_in_mins (0) must be above 0"),
-    ({"lr": None}, "--lr is required to train"),
+    ({"exit_duration_in_mins": 0.0}, "exit_duration_in_mins (0) must be above 0"), ({"lr": None}, "--lr is required to train"),
     ({"min_lr": 0.1}, "min_lr (0.1) must be at most lr (0.001)"),
     ({"lr_warmup_init": 0.1}, "lr_warmup_init (0.1) must be at most lr (0.001)"),
     ({"decoupled_min_lr": 0.1}, "--decoupled-min-lr 0.1 is the floor of --decoupled-lr"),
@@ -187,10 +160,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"lr_warmup_init": 1e-3, "decoupled_lr": 1e-5}, "lr_warmup_init (0.001) must be at most decoupled_lr (1e-05)"),
     ({"lr_decay_samples": 5}, "--lr-decay-samples cannot go with --train-iters"),
     ({"lr_warmup_samples": 5, "lr_decay_samples": 9}, "--lr-decay-samples, --lr-warmup-samples cannot go with"),
-    (
-        {"train_iters": None, "train_samples": 100, "lr_warmup_iters": 5},
-        "--lr-warmup-iters cannot go with --train-samples: the schedule counts what the run counts; use the -samples forms",
-    ),
+    ({"train_iters": None, "train_samples": 100, "lr_warmup_iters": 5},
+        "--lr-warmup-iters cannot go with --train-samples: the schedule counts what the run counts; use the -samples forms"),
     ({"lr_warmup_iters": 10}, "lr_warmup_iters (10) must be below the decay horizon (10,"),
     ({"lr_warmup_iters": 5, "lr_decay_iters": 4}, "lr_warmup_iters (5) must be below the decay horizon (4,"),
     ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "give --lr-warmup-fraction (0.1) or --lr-warmup-iters (5)"),
@@ -198,8 +169,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
     ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_iters": 4}, "4 + 8 = 12 > 10 iters"),
     ({"adam_beta2": 1.0}, "adam_beta2 (1.0) must be in [0, 1)"),
-    ({"sgd_momentum": 1.0}, "sgd_momentum (1.0) must be in [0, 1)"),
-    ({"adam_eps": 0.0}, "adam_eps (0) must be above 0"),
+    ({"sgd_momentum": 1.0}, "sgd_momentum (1.0) must be in [0, 1)"), ({"adam_eps": 0.0}, "adam_eps (0) must be above 0"),
     ({"weight_decay_incr_style": "linear"}, "linear needs --start-weight-decay and --end-weight-decay"),
     ({"start_weight_decay": 0.1, "end_weight_decay": 0.2}, "differ, but --weight-decay-incr-style is constant"),
     ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "exclude each other: who decides on resume?"),
@@ -209,10 +179,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model_family": "bert", "short_seq_prob": 1.5}, "short_seq_prob (1.5) must be in [0, 1]"),
     ({"model_family": "bert", "bert_pack_sequences": True}, "two segments of each: add --bert-no-binary-head, or leave it out"),
     ({"model_family": "bert", "eod_mask_loss": True}, "--eod-mask-loss is about documents in GPT's stream of tokens"),
-    (
-        {"model_family": "bert", "tokenizer_type": "ByteTokenizer", "vocab_size": None, "eod_id": 0},
-        "--eod-id is about documents in GPT's stream of tokens",
-    ),
+    ({"model_family": "bert", "tokenizer_type": "ByteTokenizer", "vocab_size": None, "eod_id": 0},
+        "--eod-id is about documents in GPT's stream of tokens"),
     ({"model_family": "bert", "reset_attention_mask": True}, "--reset-attention-mask is about documents in GPT's stream"),
     ({"mask_prob": 0.2}, "--mask-prob is for BERT (pretrain_bert.py), and this is a GPT"),
     ({"bert_pack_sequences": True}, "--bert-pack-sequences is for BERT (pretrain_bert.py)"),
@@ -235,23 +203,15 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (_groups(train=("a: 1 0:95 x",)), "'0:95' must be BEGIN:END"),
     (_groups(train=("a: 1 0:1 x",)) | {"data_path": ("x",)}, "--data-path and --train-weighted-split-paths exclude each other"),
     ({"full_validation": True}, "--full-validation is about files, and the tokens of --mock-data have no end"),
-    (
-        {"mock_data": False, "data_path": ("1", "x", "2", "y"), "full_validation": True},
-        "--full-validation reads all data of a set once, and a blend by weights does not",
-    ),
-    (
-        _groups(train=("a: 1 0:1 x",), valid=("v: 1 0:1 x, 1 0:1 y",)) | {"full_validation": True},
-        "--full-validation reads all data of a set once, and a blend by weights does not",
-    ),
+    ({"mock_data": False, "data_path": ("1", "x", "2", "y"), "full_validation": True},
+        "--full-validation reads all data of a set once, and a blend by weights does not"),
+    (_groups(train=("a: 1 0:1 x",), valid=("v: 1 0:1 x, 1 0:1 y",)) | {"full_validation": True},
+        "--full-validation reads all data of a set once, and a blend by weights does not"),
     ({"multiple_validation_sets": True}, "--multiple-validation-sets is about the sets of --valid-data-path"),
-    (
-        {"mock_data": False, "train_data_path": ("x",), "valid_data_path": ("1", "y"), "multiple_validation_sets": True},
-        "--valid-data-path has weights (1, ...), and with --multiple-validation-sets there is no blend",
-    ),
-    ({"split": "a,b"}, "split ('a,b') must be up to three numbers joined by commas"),
-    ({"split": "1,2,3,4"}, "has 4 numbers"),
-    ({"split": "0,0,0"}, "whose sum is above 0"),
-    ({"split": "-1,2,3"}, "must be numbers of at least 0"),
+    ({"mock_data": False, "train_data_path": ("x",), "valid_data_path": ("1", "y"), "multiple_validation_sets": True},
+        "--valid-data-path has weights (1, ...), and with --multiple-validation-sets there is no blend"),
+    ({"split": "a,b"}, "split ('a,b') must be up to three numbers joined by commas"), ({"split": "1,2,3,4"}, "has 4 numbers"),
+    ({"split": "0,0,0"}, "whose sum is above 0"), ({"split": "-1,2,3"}, "must be numbers of at least 0"),
     ({"split": "nan,1,1"}, "must be numbers of at least 0"),
     ({"mock_data": False, "data_path": ("x",), "split": "0,1,1"}, "leaves nothing to train on"),
     ({"vocab_size": None}, "the vocabulary is unknown"),
@@ -266,14 +226,12 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"profile": True, "profile_step_end": 10}, "profile_step_end (10) must be above profile_step_start (10)"),
     ({"profile": True, "profile_ranks": (0, 1)}, "profile_ranks names rank 1, but the ranks are 0 to 0"),
     ({"peak_tflops": "0"}, "peak_tflops (0) must be above 0"),
-    (
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "lr_warmup_iters": 10},
-        "lr_warmup_iters (10) must be below the decay horizon (10,",
-    ),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "lr_warmup_iters": 10},
+        "lr_warmup_iters (10) must be below the decay horizon (10,"),
     ({"peak_tflops": "-3"}, "peak_tflops (-3) must be above 0"),
     ({"peak_tflops": "h100"}, "peak_tflops (h100) must be a number of TFLOP/s above 0, or one of a100-bf16"),
     ({"num_threads": 100000}, "--num-threads (100000) must be at most 1024"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "expected"), RULES, ids=[expected[:60] for _, expected in RULES])
@@ -451,15 +409,11 @@ def test_every_number_has_a_largest_value_and_the_next_higher_is_refused() -> No
                     assert f"--{name.replace('_', '-')} (" in text and " must be at most " in text
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/tmp/" + "a" * 300, "has a name of 300 bytes, and the longest have 200"),
-        ("\u4e2d" * 100, "has a name of 300 bytes"),
-        ("/x" * 3000, "has 6000 bytes, and paths have at most 3000"),
-        ("a\0b", "a text with a zero byte in it cannot be a name"),
-    ],
-)
+@pytest.mark.parametrize(("path", "expected"), [
+    ("/tmp/" + "a" * 300, "has a name of 300 bytes, and the longest have 200"), ("\u4e2d" * 100, "has a name of 300 bytes"),
+    ("/x" * 3000, "has 6000 bytes, and paths have at most 3000"),
+    ("a\0b", "a text with a zero byte in it cannot be a name"),
+])  # fmt: skip
 def test_paths_that_no_system_takes(path: str, expected: str) -> None:
     for name in ("save", "vocab_file", "tensorboard_dir"):
         text = message(**{name: path})
@@ -488,35 +442,22 @@ def test_a_huge_number_of_heads_is_answered_at_once() -> None:
     assert "must be a multiple of num_query_groups (7)" in text and len(text) < 500
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"hidden_size": 66, "kv_channels": 16},
-        {"position_embedding_type": "rope", "rotary_percent": 0.5},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-        {"global_batch_size": 16, "micro_batch_size": 2, "rampup_batch_size": (4, 4, 100)},
-        {"train_iters": None, "train_samples": 100, "lr_warmup_samples": 50, "lr_decay_samples": 80},
-        {"skip_train": True, "train_iters": None, "lr": None, "load": "x"},
-        {"load": "x", "use_checkpoint_args": True, "num_layers": None, "hidden_size": None},
-        {"save": "x", "auto_resume": True, "load": "y", "finetune": True},
-        {"split": "100"},
-        {"split": "969, 30, 1"},
-        {"split": "98/2/0"},
-        {"mock_data": False, "train_data_path": ("x",), "valid_data_path": ("y",)},
-        {"vocab_size": None, "tokenizer_type": "ByteTokenizer"},
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "lr_warmup_iters": 5},
-        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.0},
-        {"peak_tflops": "h100-bf16"},
-        {"peak_tflops": "0.5"},
-        {"lr": 0.0},
-        {"max_position_embeddings": 32},
-        {"position_embedding_type": "rope", "rotary_percent": 0.125},
-        {"use_flash_attn": True, "bf16": True, "kv_channels": 256},
-        {"global_batch_size": 4, "rampup_batch_size": (1, 1, 1)},
-        {"seed": 2**32 - 1},
-        {"fp16": True, "initial_loss_scale": 2.0, "min_loss_scale": 2.0},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"hidden_size": 66, "kv_channels": 16}, {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    {"global_batch_size": 16, "micro_batch_size": 2, "rampup_batch_size": (4, 4, 100)},
+    {"train_iters": None, "train_samples": 100, "lr_warmup_samples": 50, "lr_decay_samples": 80},
+    {"skip_train": True, "train_iters": None, "lr": None, "load": "x"},
+    {"load": "x", "use_checkpoint_args": True, "num_layers": None, "hidden_size": None},
+    {"save": "x", "auto_resume": True, "load": "y", "finetune": True}, {"split": "100"}, {"split": "969, 30, 1"}, {"split": "98/2/0"},
+    {"mock_data": False, "train_data_path": ("x",), "valid_data_path": ("y",)}, {"vocab_size": None, "tokenizer_type": "ByteTokenizer"},
+    {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "lr_warmup_iters": 5},
+    {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.0}, {"peak_tflops": "h100-bf16"},
+    {"peak_tflops": "0.5"}, {"lr": 0.0}, {"max_position_embeddings": 32},
+    {"position_embedding_type": "rope", "rotary_percent": 0.125}, {"use_flash_attn": True, "bf16": True, "kv_channels": 256},
+    {"global_batch_size": 4, "rampup_batch_size": (1, 1, 1)}, {"seed": 2**32 - 1},
+    {"fp16": True, "initial_loss_scale": 2.0, "min_loss_scale": 2.0},
+])  # fmt: skip
 def test_unusual_but_sound(fields: dict[str, Any]) -> None:
     validate(config(**fields))
 
@@ -564,21 +505,18 @@ def test_a_stored_configuration_of_another_version() -> None:
     assert [w.split("'")[1] for w in warnings] == ["model.new_thing", "space", "precision"]
 
 
-@pytest.mark.parametrize(
-    ("stored", "expected"),
-    [
-        ([], "an object of groups, got list"),
-        ({"model": {"num_layers": "3"}}, "'model.num_layers' of the stored configuration: expected an integer, got str '3'"),
-        ({"model": {"num_layers": True}}, "expected an integer, got bool True"),
-        ({"model": {"num_layers": 3.0}}, "expected an integer, got float"),
-        ({"model": {"swiglu": 1}}, "expected true or false, got int 1"),
-        ({"model": {"init_method_std": None}}, "expected a number, got NoneType"),
-        ({"model": {"init_method_std": math.nan}}, "expected a number, got float nan"),
-        ({"model": {"normalization": "x" * 500}}, "expected one of LayerNorm, RMSNorm"),
-        ({"data": {"data_path": "abc"}}, "expected one or more texts, got str"),
-        ({"data": {"data_path": ["a", 1]}}, "got int 1"),
-    ],
-)
+@pytest.mark.parametrize(("stored", "expected"), [
+    ([], "an object of groups, got list"),
+    ({"model": {"num_layers": "3"}}, "'model.num_layers' of the stored configuration: expected an integer, got str '3'"),
+    ({"model": {"num_layers": True}}, "expected an integer, got bool True"),
+    ({"model": {"num_layers": 3.0}}, "expected an integer, got float"),
+    ({"model": {"swiglu": 1}}, "expected true or false, got int 1"),
+    ({"model": {"init_method_std": None}}, "expected a number, got NoneType"),
+    ({"model": {"init_method_std": math.nan}}, "expected a number, got float nan"),
+    ({"model": {"normalization": "x" * 500}}, "expected one of LayerNorm, RMSNorm"),
+    ({"data": {"data_path": "abc"}}, "expected one or more texts, got str"),
+    ({"data": {"data_path": ["a", 1]}}, "got int 1"),
+])  # fmt: skip
 def test_a_stored_configuration_of_the_wrong_type(stored: Any, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.from_dict(stored)

@@ -29,20 +29,18 @@ def test_lengths(text: str, want: dict[int, int]) -> None:
 
 
 WRONG = [
-    ("", "expected fixed_linear, fixed_root, fixed_discrete and numbers, got ''"),
-    ("custom 1 2", "got 'custom'"),
+    ("", "expected fixed_linear, fixed_root, fixed_discrete and numbers, got ''"), ("custom 1 2", "got 'custom'"),
     ("fixed_linear 8 64 10", "expected fixed_linear SHORTEST LONGEST STEPS MULTIPLE, got 3 numbers: 8 64 10"),
     ("fixed_root 8 64 10 8", "expected fixed_root SHORTEST LONGEST STEPS MULTIPLE DEGREE, got 4 numbers"),
     ("fixed_root 8 64 10 8 0.01", "the degree of the root must be a number of at least 0.1, got '0.01'"),
-    ("fixed_linear 0 64 10 8", "expected a whole number of at least 1, got '0'"),
-    ("fixed_linear 8 6.5 10 8", "got '6.5'"),
+    ("fixed_linear 0 64 10 8", "expected a whole number of at least 1, got '0'"), ("fixed_linear 8 6.5 10 8", "got '6.5'"),
     ("fixed_linear 80 64 10 8", "the shortest length (80) must be at most the longest (64)"),
     ("fixed_linear 8 64 10 128", "lengths are multiples of 128, and the longest is 64"),
     ("fixed_discrete 64", "expected fixed_discrete LENGTH:LAST_STEP"),
     ("fixed_discrete 64 128", "expected a whole number of at least 1, got ''"),
     ("fixed_discrete 64:5 32:9 128", "lengths (64, 32, 128) must grow, and so must the last steps with them (5, 9)"),
     ("fixed_discrete 8:5 32:5 128", "(5, 5)"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "says"), WRONG, ids=[text or "nothing" for text, _ in WRONG])

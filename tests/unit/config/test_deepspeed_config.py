@@ -63,8 +63,7 @@ def _metric(name: str, block: dict[str, Any]) -> dict[str, Any]:
 
 
 MEANS: list[tuple[dict[str, Any], str, Any]] = [
-    (zero(stage=2), "parallel.zero_stage", 2),
-    (zero(stage=3.0), "parallel.zero_stage", 3),
+    (zero(stage=2), "parallel.zero_stage", 2), (zero(stage=3.0), "parallel.zero_stage", 3),
     (zero(stage=1, overlap_comm=False), "parallel.overlap_grad_reduce", False),
     (zero(stage=1, overlap_comm=False), "parallel.overlap_param_gather", False),
     (zero(stage=1, overlap_comm="auto"), "parallel.overlap_grad_reduce", True),
@@ -82,13 +81,10 @@ MEANS: list[tuple[dict[str, Any], str, Any]] = [
     ({"train_batch_size": 12, "gradient_accumulation_steps": 4}, "batch.micro_batch_size", 3),
     ({"train_batch_size": 12}, "batch.micro_batch_size", 12),
     ({"gradient_accumulation_steps": 1e1}, "batch.global_batch_size", 10),
-    ({"gradient_accumulation_steps": "auto"}, "batch.global_batch_size", None),
-    ({"gradient_clipping": 0.5}, "optimizer.clip_grad", 0.5),
+    ({"gradient_accumulation_steps": "auto"}, "batch.global_batch_size", None), ({"gradient_clipping": 0.5}, "optimizer.clip_grad", 0.5),
     ({"gradient_clipping": 0}, "optimizer.clip_grad", 0.0),
-    ({"gradient_clipping": "auto"}, "optimizer.clip_grad", 1.0),
-    ({"bf16": {"enabled": True}}, "precision.bf16", True),
-    ({"bfloat16": {"enabled": True}}, "precision.bf16", True),
-    ({"bf16": {"enabled": "auto"}}, "precision.bf16", False),
+    ({"gradient_clipping": "auto"}, "optimizer.clip_grad", 1.0), ({"bf16": {"enabled": True}}, "precision.bf16", True),
+    ({"bfloat16": {"enabled": True}}, "precision.bf16", True), ({"bf16": {"enabled": "auto"}}, "precision.bf16", False),
     ({"fp16": {"enabled": True}}, "precision.fp16", True),
     ({"fp16": {"enabled": True}}, "precision.initial_loss_scale", 65536.0),
     ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "precision.initial_loss_scale", 4096.0),
@@ -115,29 +111,17 @@ MEANS: list[tuple[dict[str, Any], str, Any]] = [
     ({"optimizer": {"type": "Adam", "params": {"betas": "auto", "bias_correction": True}}}, "optimizer.adam_beta2", 0.999),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "optimizer.lr_decay_style", "constant"),
     ({"curriculum_learning": _linear()}, "batch.seq_length_curriculum", ("fixed_linear", "64", "1024", "15000", "8")),
-    (
-        {"curriculum_learning": _linear(schedule_type="fixed_root", schedule_config=_STEPS | {"root_degree": 2})},
-        "batch.seq_length_curriculum",
-        ("fixed_root", "64", "1024", "15000", "8", "2"),
-    ),
-    (
-        {"curriculum_learning": _linear(schedule_type="fixed_discrete", schedule_config={"difficulty": [8, 16], "max_step": [5.0]})},
-        "batch.seq_length_curriculum",
-        ("fixed_discrete", "8:5", "16"),
-    ),
-    (
-        _metric("seqlen_truncate", _linear(difficulty_type="value", clustering_type="single_cluster")),
-        "batch.seq_length_curriculum",
-        ("fixed_linear", "64", "1024", "15000", "8"),
-    ),
+    ({"curriculum_learning": _linear(schedule_type="fixed_root", schedule_config=_STEPS | {"root_degree": 2})},
+        "batch.seq_length_curriculum", ("fixed_root", "64", "1024", "15000", "8", "2")),
+    ({"curriculum_learning": _linear(schedule_type="fixed_discrete", schedule_config={"difficulty": [8, 16], "max_step": [5.0]})},
+        "batch.seq_length_curriculum", ("fixed_discrete", "8:5", "16")),
+    (_metric("seqlen_truncate", _linear(difficulty_type="value", clustering_type="single_cluster")), "batch.seq_length_curriculum", (
+        "fixed_linear", "64", "1024", "15000", "8")),
     ({"curriculum_learning": _linear(enabled=False)}, "batch.seq_length_curriculum", None),
     ({"sequence_parallel_size": 1}, "parallel.sequence_parallel_size", 1),
-    (
-        {"zero_optimization": None, "bf16": "auto", "optimizer": "auto", "scheduler": None, "train_batch_size": None},
-        "parallel.zero_stage",
-        0,
-    ),
-]
+    ({"zero_optimization": None, "bf16": "auto", "optimizer": "auto", "scheduler": None, "train_batch_size": None}, "parallel.zero_stage",
+        0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "name", "value"), MEANS)
@@ -199,25 +183,17 @@ DISAGREE: list[tuple[Any, str, str]] = [
     ({"communication_data_type": "fp32"}, "--grad-reduce-in-bf16", '("fp32") contradicts --grad-reduce-in-bf16:'),
     ({"optimizer": {"type": "AdamW"}}, "--optimizer sgd", 'optimizer.type ("AdamW") contradicts --optimizer (sgd)'),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, "--adam-beta2 0.95", "([0.9, 0.9]) contradicts --adam-beta2"),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}, "--start-weight-decay 0.1 --end-weight-decay 0.2",
-        "optimizer.params.weight_decay (0.1) contradicts --end-weight-decay (0.2)",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "--lr-warmup-iters 5",
-        'scheduler.type ("WarmupLR", which is constant at 0.001) contradicts --lr-warmup-iters (5)',
-    ),
-    (
-        {"train_batch_size": 12, "gradient_accumulation_steps": 2}, "--micro-batch-size 2",
+    ({"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}, "--start-weight-decay 0.1 --end-weight-decay 0.2",
+        "optimizer.params.weight_decay (0.1) contradicts --end-weight-decay (0.2)"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "--lr-warmup-iters 5",
+        'scheduler.type ("WarmupLR", which is constant at 0.001) contradicts --lr-warmup-iters (5)'),
+    ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, "--micro-batch-size 2",
         "ds.json: gradient_accumulation_steps (2) contradicts ds.json: train_batch_size (12): micro-batch * accumulation * data-parallel"
-        " size = 2 * 2 * 1 = 4",
-    ),
+        " size = 2 * 2 * 1 = 4"),
     ({"gradient_accumulation_steps": 2}, "--global-batch-size 8 --micro-batch-size 1", "(2) contradicts --global-batch-size (8)"),
     ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "", "(9) must be a multiple of gradient_accumulation_steps"),
-    (
-        {"gradient_accumulation_steps": 2}, "--global-batch-size 8 --rampup-batch-size 2 2 100",
-        "gradient_accumulation_steps (2) is constant, and --rampup-batch-size changes the batch size",
-    ),
+    ({"gradient_accumulation_steps": 2}, "--global-batch-size 8 --rampup-batch-size 2 2 100",
+        "gradient_accumulation_steps (2) is constant, and --rampup-batch-size changes the batch size"),
 ]  # fmt: skip
 
 
@@ -228,19 +204,16 @@ def test_contradictions_name_both_values(path: Path, data: Any, more: str, says:
     assert "things are wrong" not in text
 
 
-@pytest.mark.parametrize(
-    ("data", "more", "name", "value", "says"),
-    [
-        (zero(stage=2), "--zero-stage 1", "parallel.zero_stage", 2, "--zero-stage (1) (DeepSpeed reads this from its file alone"),
-        (zero(stage=0), "--zero_stage=3", "parallel.zero_stage", 0, "so it counts: ds.json: zero_optimization.stage (0))"),
-        (zero(stage=3), "--use-distributed-optimizer", "parallel.zero_stage", 3, "--use-distributed-optimizer (DeepSpeed reads"),
-        (zero(stage=0), "--use-distributed-optimizer", "parallel.zero_stage", 0, "--use-distributed-optimizer (DeepSpeed reads"),
-        ({"gradient_clipping": 0.5}, "--clip-grad 1.0", "optimizer.clip_grad", 0.5, "--clip-grad (1.0) (DeepSpeed reads"),
-        ({"fp16": {"loss_scale": 0}}, "--fp16 --loss-scale 8", "precision.loss_scale", None, "loss_scale (0, which is dynamic))"),
-        ({"fp16": {"initial_scale_power": 4}}, "--fp16 --initial-loss-scale 8", "precision.initial_loss_scale", 16.0, "(4, which is 16))"),
-        ({"fp16": {"loss_scale_window": 500}}, "--fp16 --loss-scale-window 9", "precision.loss_scale_window", 500, "(9) (DeepSpeed"),
-    ],
-)
+@pytest.mark.parametrize(("data", "more", "name", "value", "says"), [
+    (zero(stage=2), "--zero-stage 1", "parallel.zero_stage", 2, "--zero-stage (1) (DeepSpeed reads this from its file alone"),
+    (zero(stage=0), "--zero_stage=3", "parallel.zero_stage", 0, "so it counts: ds.json: zero_optimization.stage (0))"),
+    (zero(stage=3), "--use-distributed-optimizer", "parallel.zero_stage", 3, "--use-distributed-optimizer (DeepSpeed reads"),
+    (zero(stage=0), "--use-distributed-optimizer", "parallel.zero_stage", 0, "--use-distributed-optimizer (DeepSpeed reads"),
+    ({"gradient_clipping": 0.5}, "--clip-grad 1.0", "optimizer.clip_grad", 0.5, "--clip-grad (1.0) (DeepSpeed reads"),
+    ({"fp16": {"loss_scale": 0}}, "--fp16 --loss-scale 8", "precision.loss_scale", None, "loss_scale (0, which is dynamic))"),
+    ({"fp16": {"initial_scale_power": 4}}, "--fp16 --initial-loss-scale 8", "precision.initial_loss_scale", 16.0, "(4, which is 16))"),
+    ({"fp16": {"loss_scale_window": 500}}, "--fp16 --loss-scale-window 9", "precision.loss_scale_window", 500, "(9) (DeepSpeed"),
+])  # fmt: skip
 def test_what_only_deepspeed_reads_is_as_its_file_says_and_one_line_says_so(
     path: Path, data: Any, more: str, name: str, value: Any, says: str
 ) -> None:
@@ -293,14 +266,10 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, ("bias_correction (false) is not supported",)),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, ("max_grad_norm (1.0) is not supported", "gradient_clipping")),
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, ("nesterov (true) is not supported",)),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 50, "warmup_type": "linear"}}},
-        ('scheduler.type ("WarmupLR") is not supported', "--lr 0.0003 --lr-decay-style constant --lr-warmup-iters 50 and remove the block"),
-    ),
-    (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 900, "warmup_min_lr": 1e-5, "warmup_max_lr": "auto"}}},
-        ("--lr LR --lr-decay-style linear --lr-warmup-iters 1000 --lr-warmup-init 1e-05 --lr-decay-iters 900 and",),
-    ),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 50, "warmup_type": "linear"}}}, (
+        'scheduler.type ("WarmupLR") is not supported', "--lr 0.0003 --lr-decay-style constant --lr-warmup-iters 50 and remove the block")),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 900, "warmup_min_lr": 1e-5, "warmup_max_lr": "auto"}}}, (
+        "--lr LR --lr-decay-style linear --lr-warmup-iters 1000 --lr-warmup-init 1e-05 --lr-decay-iters 900 and",)),
     ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}}, ("--lr-decay-style cosine --lr-warmup-iters 1000",)),
     ({"scheduler": {"type": "OneCycle"}}, ('scheduler.type ("OneCycle") is not supported', "give --lr, --lr-decay-style and")),
     ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning.schedule_type (null) is not supported", "fixed_linear, fixed_root")),
@@ -309,24 +278,17 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     ({"curriculum_learning": _linear(schedule_config={"difficulty_step": 8})}, ("fixed_linear needs total_curriculum_step",)),
     ({"curriculum_learning": _linear(min_difficulty=0)}, ("curriculum_learning: expected a whole number of at least 1, got '0'",)),
     ({"curriculum_learning": _linear(min_difficulty=4096)}, ("the shortest length (4096) must be at most the longest (1024)",)),
-    (
-        {"curriculum_learning": _linear(schedule_type="fixed_discrete", schedule_config={"difficulty": [8, 16], "max_step": [5, 9]})},
-        ("difficulty must be a list with one number more than max_step",),
-    ),
+    ({"curriculum_learning": _linear(schedule_type="fixed_discrete", schedule_config={"difficulty": [8, 16], "max_step": [5, 9]})}, (
+        "difficulty must be a list with one number more than max_step",)),
     (_metric("vocabularyrarity", {}), ("curriculum_metrics.vocabularyrarity (", "cuts samples off and does not choose them")),
     (_metric("seqlen_truncate", _linear(clustering_type="schedule_based")), ('clustering_type ("schedule_based") is not supported',)),
-    (
-        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 24}}}},
-        ("data_efficiency.data_routing.random_ltd (", "leaves tokens out of the middle layers"),
-    ),
-    (
-        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}},
-        ("data_efficiency.data_sampling.curriculum_learning: is enabled and has no curriculum_metrics",),
-    ),
+    ({"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 24}}}}, (
+        "data_efficiency.data_routing.random_ltd (", "leaves tokens out of the middle layers")),
+    ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}}, (
+        "data_efficiency.data_sampling.curriculum_learning: is enabled and has no curriculum_metrics",)),
     ({"data_efficiency": {"enabled": True, "data_samplings": {}}}, ("data_samplings is unknown: did you mean data_sampling?",)),
     ({"data_efficiency": {"enabled": "yes"}}, ('data_efficiency.enabled: expected true, false or "auto", got "yes"',)),
-    ({"amp": {"enabled": True}}, ("amp ({\"enabled\": true}) is not supported",)),
-    ({"elasticity": {"enabled": True}}, ("elasticity",)),
+    ({"amp": {"enabled": True}}, ("amp ({\"enabled\": true}) is not supported",)), ({"elasticity": {"enabled": True}}, ("elasticity",)),
     ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, ("compression_training (",)),
     ({"tensor_parallel": {"autotp_size": 4}}, ("tensor_parallel", "--tensor-model-parallel-size")),
 ]  # fmt: skip
@@ -344,12 +306,10 @@ def test_tuning_is_listed_once_in_one_line(path: Path) -> None:
     data = {
         "steps_per_print": 10, "wall_clock_breakdown": False, "prescale_gradients": True,
         "activation_checkpointing": {"partition_activations": True},
-        "zero_optimization": {
-            "stage": 3, "reduce_scatter": True, "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto",
+        "zero_optimization": {"stage": 3, "reduce_scatter": True, "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto",
             "offload_optimizer": {"device": "cpu", "buffer_count": 4}, "offload_param": {"device": "none"}, "zero_quantized_weights": False,
-            "zenflow": None,
-        },
-        "curriculum_learning": {"enabled": False}, "amp": {}, "_comment": "mine", "compression_training": {"a": {"enabled": False}},
+            "zenflow": None}, "curriculum_learning": {"enabled": False}, "amp": {}, "_comment": "mine",
+        "compression_training": {"a": {"enabled": False}},
         "data_types": {"grad_accum_dtype": "fp32"},
     }  # fmt: skip
     config = parse(path, data, "--use-mcore-models")
@@ -371,10 +331,8 @@ _SAMPLED = {"enabled": True, "curriculum_metrics": {"seqlen": {"min_difficulty":
 
 @pytest.mark.parametrize("data", [
     {"enabled": True, "seed": 1234, "data_sampling": {"enabled": False, "num_epochs": 1}, "data_routing": {"enabled": False}},
-    {
-        "enabled": True, "seed": 1234, "data_routing": {"enabled": True, "random_ltd": {**_ROUTED, "enabled": False}},
-        "data_sampling": {"enabled": True, "num_epochs": 1, "num_workers": 0, "curriculum_learning": {**_SAMPLED, "enabled": False}},
-    },
+    {"enabled": True, "seed": 1234, "data_routing": {"enabled": True, "random_ltd": {**_ROUTED, "enabled": False}}, "data_sampling": {
+        "enabled": True, "num_epochs": 1, "num_workers": 0, "curriculum_learning": {**_SAMPLED, "enabled": False}}},
     {"enabled": False, "data_routing": {"enabled": True, "random_ltd": _ROUTED}},
     {"enabled": True, "data_routing": {"random_ltd": _ROUTED}, "data_sampling": {"curriculum_learning": _SAMPLED}},
     {"data_sampling": {"enabled": True, "curriculum_learning": _SAMPLED}},
@@ -386,15 +344,13 @@ def test_data_efficiency_that_is_off_inside_is_accepted(path: Path, data: dict[s
 
 WRONG: list[tuple[str, str]] = [
     ("", "is not valid JSON: Expecting value: line 1 column 1"),
-    ('{"a": 1,\n "b": }', "is not valid JSON: Expecting value: line 2 column 7"),
-    ('{"a": 1,}', "line 1 column"),
+    ('{"a": 1,\n "b": }', "is not valid JSON: Expecting value: line 2 column 7"), ('{"a": 1,}', "line 1 column"),
     ("[]", "must be a JSON object, not list"),
     ('{"bf16": {"enabled": true}, "bf16": {"enabled": false}}', "the name 'bf16' is given twice"),
     ('{"zero_optimization": {"stage": 1, "stage": 2}}', "the name 'stage' is given twice"),
     ('{"a":' * 40 + "1" + "}" * 40, "nested deeper than 32 levels"),
     ('{"a":' + "[" * 9000 + "]" * 9000 + "}", "nested too deeply"),
-    ('{"a":[' + "1," * 20000 + "1]}", "more than 10,000 values"),
-    ("#" * (MAX_FILE_BYTES + 1), "larger than"),
+    ('{"a":[' + "1," * 20000 + "1]}", "more than 10,000 values"), ("#" * (MAX_FILE_BYTES + 1), "larger than"),
     ('{"gradient_clipping": NaN}', "gradient_clipping: expected a number"),
     ('{"gradient_clipping": Infinity}', "gradient_clipping: expected a number"),
     ('{"gradient_clipping": 1e999}', "gradient_clipping: expected a number"),
@@ -430,7 +386,7 @@ WRONG: list[tuple[str, str]] = [
     ('{"graident_clipping": 1.0}', "ds.json: graident_clipping is unknown: did you mean gradient_clipping?"),
     ('{"zero_optimization": {"stag": 1}}', "zero_optimization.stag is unknown: did you mean stage?"),
     ('{"a\\u001b[31m": 1, "bf16": {"enabled": 1}}', "bf16.enabled: expected true or false, got int 1"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "says"), WRONG)

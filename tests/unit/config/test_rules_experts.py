@@ -42,15 +42,11 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"model_family": "bert"}, {}, 1, "--num-experts is for GPT"),
     ({}, {"expert_model_parallel_size": 3}, 6, "num_experts (8) must be a multiple of expert_model_parallel_size (3)"),
     ({}, {"expert_model_parallel_size": 4}, 2, "must divide the ranks that have different tokens, sp * cp * dp = 2: use --ep-size 1, 2"),
-    (
-        {}, {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2}, 4,
-        "sp * cp * dp = 2: use --ep-size 1, 2; with --sequence-parallel the ranks of tp are among them",
-    ),
+    ({}, {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2}, 4,
+        "sp * cp * dp = 2: use --ep-size 1, 2; with --sequence-parallel the ranks of tp are among them"),
     ({"num_experts": None}, {"expert_model_parallel_size": 2}, 2, "is about the experts of a model without any: add --num-experts N"),
-    (
-        {"moe_shared_expert_intermediate_size": 9}, {"tensor_model_parallel_size": 2}, 2,
-        "moe_shared_expert_intermediate_size (9) must be a multiple of tensor_model_parallel_size (2)",
-    ),
+    ({"moe_shared_expert_intermediate_size": 9}, {"tensor_model_parallel_size": 2}, 2,
+        "moe_shared_expert_intermediate_size (9) must be a multiple of tensor_model_parallel_size (2)"),
 ]  # fmt: skip
 
 
@@ -85,13 +81,10 @@ def test_a_model_whose_router_was_never_trained_is_still_used() -> None:
     assert violations(made, 1) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "layers", "want"),
-    [
-        ("1", 3, "111"), ("2", 5, "10101"), ("[0,1]*2", 4, "0101"), ("[0]+[1]*3", 4, "0111"), ("([0]*2+[1,0]*1)", 4, "0010"),
-        (" [1, 0, 1] ", 3, "101"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "layers", "want"), [
+    ("1", 3, "111"), ("2", 5, "10101"), ("[0,1]*2", 4, "0101"), ("[0]+[1]*3", 4, "0111"), ("([0]*2+[1,0]*1)", 4, "0010"),
+    (" [1, 0, 1] ", 3, "101"),
+])  # fmt: skip
 def test_patterns(text: str, layers: int, want: str) -> None:
     assert "".join("01"[has] for has in layer_pattern(text, layers)) == want
 
@@ -127,14 +120,10 @@ def test_a_softmax_of_sigmoids_is_nothing() -> None:
     assert not made.model.moe_router_pre_softmax and any("--moe-router-pre-softmax (scores that are" in note for note in made.ignored_flags)
 
 
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [
-        ("--moe-apply-probs-on-input", "a factor of its result, not of its input"),
-        ("--moe-shared-expert-gate", "without a gate"),
-        ("--moe-input-jitter-eps 0.1", "by their router's scores alone"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "reason"), [
+    ("--moe-apply-probs-on-input", "a factor of its result, not of its input"), ("--moe-shared-expert-gate", "without a gate"),
+    ("--moe-input-jitter-eps 0.1", "by their router's scores alone"),
+])  # fmt: skip
 def test_what_would_compute_something_else_is_refused(flag: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse(f"--num-experts 8 {flag}")
@@ -172,34 +161,29 @@ def test_what_was_not_said_is_told_once() -> None:
     assert any("second expert is the next best one" in note for note in parse("--num-experts 8 --topk 2").understood)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--moe-expert-capacity-factor 1.25", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position",
-        "--moe-train-capacity-factor 1.0", "--moe-eval-capacity-factor 1.0", "--moe-min-capacity 4", "--moe-token-dropping",
-        "--moe-capacity-factor 1", "--disable-moe-token-dropping",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flag", [
+    "--moe-expert-capacity-factor 1.25", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position",
+    "--moe-train-capacity-factor 1.0", "--moe-eval-capacity-factor 1.0", "--moe-min-capacity 4", "--moe-token-dropping",
+    "--moe-capacity-factor 1",
+    "--disable-moe-token-dropping",
+])  # fmt: skip
 def test_without_capacities_every_token_is_computed(flag: str) -> None:
     said = f"{flag.split()[0]} (every token is computed: none is dropped, and none padded)"
     assert said in parse(f"--num-experts 8 {flag}").ignored_flags
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--num-experts 8 16", "these have 8 and 16: give one number"),
-        ("--num-experts 8 8 8", "has 3 numbers, and with num_layers 4 and --expert-interval 2 there are 2 layers with experts"),
-        ("--num-experts 8 x", "--num-experts: expected an integer, got 'x'"),
-        ("--num-experts 8 --expert-interval 5", "layer number 5 would be the first with experts, and num_layers is 4"),
-        ("--num-experts 8 --expert-interval 0", "--expert-interval (0) must be at least 1"),
-        ("--num-experts 8 --mlp-type residual", "weighed against them by a router of its own"),
-        ("--moe-num-experts 8 --moe-loss-weight much", "--moe-loss-weight: expected a number"),
-        ("--moe-num-experts 8 --moe-normalize-expert-weights 2", "other norms are not there"),
-        ("--moe-num-experts 8 --moe-zloss-weight 1e-3", "say --moe-z-loss-coeff, which is of each layer"),
-        ("--moe-top2-2nd-expert-sampling", "did you mean --disable-moe-top2-2nd-expert-sampling"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    ("--num-experts 8 16", "these have 8 and 16: give one number"),
+    ("--num-experts 8 8 8", "has 3 numbers, and with num_layers 4 and --expert-interval 2 there are 2 layers with experts"),
+    ("--num-experts 8 x", "--num-experts: expected an integer, got 'x'"),
+    ("--num-experts 8 --expert-interval 5", "layer number 5 would be the first with experts, and num_layers is 4"),
+    ("--num-experts 8 --expert-interval 0", "--expert-interval (0) must be at least 1"),
+    ("--num-experts 8 --mlp-type residual", "weighed against them by a router of its own"),
+    ("--moe-num-experts 8 --moe-loss-weight much", "--moe-loss-weight: expected a number"),
+    ("--moe-num-experts 8 --moe-normalize-expert-weights 2", "other norms are not there"),
+    ("--moe-num-experts 8 --moe-zloss-weight 1e-3", "say --moe-z-loss-coeff, which is of each layer"),
+    ("--moe-top2-2nd-expert-sampling", "did you mean --disable-moe-top2-2nd-expert-sampling"),
+])  # fmt: skip
 def test_what_their_words_cannot_mean(words: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         parse(words)
@@ -218,13 +202,10 @@ def test_megablocks_shares_experts_among_as_many_ranks_as_it_can() -> None:
     assert config_from_args(shlex.split(words), world_size=8).parallel.expert_model_parallel_size == 4
 
 
-@pytest.mark.parametrize(
-    ("words", "pre_softmax"),
-    [
-        ("--topk 1", True), ("--topk 2", False), ("--moe-router-topk 4 --topk 1", True), ("--topk 1 --moe-router-topk 2", False),
-        ("--topk 1 --moe-router-score-function sigmoid", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "pre_softmax"), [
+    ("--topk 1", True), ("--topk 2", False), ("--moe-router-topk 4 --topk 1", True), ("--topk 1 --moe-router-topk 2", False),
+    ("--topk 1 --moe-router-score-function sigmoid", False),
+])  # fmt: skip
 def test_deepspeeds_topk_of_1_is_a_softmax_over_all_experts(words: str, pre_softmax: bool) -> None:
     """Its gate multiplies by the score itself, and with 2 it divides the scores by their sum: a softmax over the chosen ones."""
     assert parse(f"--num-experts 8 {words}").model.moe_router_pre_softmax is pre_softmax

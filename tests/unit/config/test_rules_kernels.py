@@ -55,14 +55,12 @@ def test_every_reason_is_told_at_once() -> None:
     assert "--offload-activations copies" in str(caught.value) and "--check-collectives compares" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "", "--attention-dropout 0.1", "--attention-dropout 0.1 --recompute-granularity full --attention-backend unfused",
-        "--recompute-granularity full", "--zero-stage 3", "--rampup-batch-size 1 1 10 --global-batch-size 2", "--fp16",
-        "--report-overlap 1 --tensor-model-parallel-size 2", "--profile",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags", [
+    "", "--attention-dropout 0.1",
+    "--attention-dropout 0.1 --recompute-granularity full --attention-backend unfused", "--recompute-granularity full", "--zero-stage 3",
+    "--rampup-batch-size 1 1 10 --global-batch-size 2", "--fp16", "--report-overlap 1 --tensor-model-parallel-size 2",
+    "--profile",
+])  # fmt: skip
 def test_what_does_not_forbid_it(flags: str) -> None:
     assert obstacles(parse(f"{flags} --cuda-graphs on", 2 if "parallel" in flags else 1)) == []
 
@@ -71,15 +69,12 @@ def test_bert_with_the_plain_kernel() -> None:
     assert obstacles(parse("--attention-backend unfused --cuda-graphs on", family="bert")) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "means"),
-    [
-        ("", "auto"), ("--cuda-graphs", "on"), ("--cuda-graphs off", "off"), ("--enable-cuda-graph", "auto"),
-        ("--external-cuda-graph", "auto"), ("--cuda-graph-impl local", "auto"), ("--cuda-graph-impl transformer_engine", "auto"),
-        ("--cuda-graph-impl none", "off"), ("--cuda-graph-impl none --cuda-graphs on", "on"),
-        ("--cuda-graphs off --enable-cuda-graph", "off"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "means"), [
+    ("", "auto"), ("--cuda-graphs", "on"), ("--cuda-graphs off", "off"), ("--enable-cuda-graph", "auto"), ("--external-cuda-graph", "auto"),
+    ("--cuda-graph-impl local", "auto"), ("--cuda-graph-impl transformer_engine", "auto"), ("--cuda-graph-impl none", "off"),
+    ("--cuda-graph-impl none --cuda-graphs on", "on"),
+    ("--cuda-graphs off --enable-cuda-graph", "off"),
+])  # fmt: skip
 def test_the_flags_of_megatron(flags: str, means: str) -> None:
     config = parse(flags)
     assert config.kernels.cuda_graphs == means and not config.ignored_flags

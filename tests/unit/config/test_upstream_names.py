@@ -68,21 +68,17 @@ def test_what_is_offered_can_be_used() -> None:
         assert name not in targets() or name not in dialect.SYNONYMS
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("learning-rate", "lr"), ("max-steps", "train-iters"), ("num-heads", "num-attention-heads"), ("sequence-length", "seq-length"),
-        ("micro-batchsize", "micro-batch-size"), ("global-batchsize", "global-batch-size"), ("hiden-size", "hidden-size"),
-        ("num-layer", "num-layers"), ("num-attention-head", "num-attention-heads"), ("train-iter", "train-iters"),
-        ("tensor-parallel-size", "tensor-model-parallel-size"), ("pipeline-parallel-size", "pipeline-model-parallel-size"),
-        ("lr-decay-stlye", "lr-decay-style"), ("wieght-decay", "weight-decay"), ("savee", "save"), ("save-intervall", "save-interval"),
-        ("tokenizer-mdoel", "tokenizer-model"), ("datapath", "data-path"), ("clipgrad", "clip-grad"), ("bf-16", "bf16"),
-        ("beta2", "adam-beta2"),
-        ("cache-dir", "data-cache-path"), ("save-steps", "save-interval"),
-        ("expert-parallel-size", "expert-model-parallel-size"), ("wandb-projct", "wandb-project"),
-        ("eval-interva", "eval-interval"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("learning-rate", "lr"), ("max-steps", "train-iters"), ("num-heads", "num-attention-heads"), ("sequence-length", "seq-length"),
+    ("micro-batchsize", "micro-batch-size"), ("global-batchsize", "global-batch-size"), ("hiden-size", "hidden-size"),
+    ("num-layer", "num-layers"), ("num-attention-head", "num-attention-heads"), ("train-iter", "train-iters"),
+    ("tensor-parallel-size", "tensor-model-parallel-size"), ("pipeline-parallel-size", "pipeline-model-parallel-size"),
+    ("lr-decay-stlye", "lr-decay-style"), ("wieght-decay", "weight-decay"), ("savee", "save"), ("save-intervall", "save-interval"),
+    ("tokenizer-mdoel", "tokenizer-model"), ("datapath", "data-path"), ("clipgrad", "clip-grad"), ("bf-16", "bf16"),
+    ("beta2", "adam-beta2"), ("cache-dir", "data-cache-path"), ("save-steps", "save-interval"),
+    ("expert-parallel-size", "expert-model-parallel-size"), ("wandb-projct", "wandb-project"),
+    ("eval-interva", "eval-interval"),
+])  # fmt: skip
 def test_near_misses_of_common_names(typed: str, meant: str) -> None:
     assert meant_by(typed)[0] == meant
 
@@ -109,53 +105,45 @@ def test_refused_by_the_true_reason(more: str, reason: str) -> None:
     assert reason in refused(more)
 
 
-@pytest.mark.parametrize(
-    ("more", "reasons"),
-    [
-        ("--img-h 224 --patch-dim 16 --vision-backbone-type vit --dino-norm-last-layer", ["it is for models of images"] * 4),
-        ("--inference-max-requests 8 --inference-dynamic-batching --flash-decode", ["for inference only"] * 3),
-        ("--grpo-group-size 4 --rl-partial-rollouts", ["without --perform-rl-step it has no effect"] * 2),
-        ("--inprocess-restart --inprocess-hard-timeout 90", ["--auto-resume goes on"] * 2),
-        ("--retro-encoder-layers 2", ["without --retro-"]),
-        ("--reset-iteration --no-load-lr-state", ["without --load it has no effect"] * 2),
-        ("--mamba-head-dim 4", ["without --is-hybrid"]),
-        ("--verify-integrity --replication --replication-jump 2", ["always hashed", "one format", "one format"]),
-        ("--save x --async-save --async-strategy nvrx --async-ckpt-use-cpu-shm --ckpt-fully-parallel-load-exchange-algo broadcast",
-         ["writes in a thread", "writes in a thread", "one format"]),
-        ("--check-for-spiky-loss --check-for-large-grads --test-mode --enable-experimental",
-         ["is checked", "is checked", "tests", "nothing"]),
-        ("--wandb-group a --wandb-team b --wandb-entity c", ["its own environment variables"] * 3),
-        ("--otel-endpoint x", ["--tensorboard-dir"]),
-        ("--use-megatron-fsdp --fsdp-double-buffer --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
-         ["ZeRO is one implementation"] * 4),
-        ("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.1", ["what happens anyway", "without --mtp-num-layers"]),
-        ("--num-experts 4 --expert-tensor-parallel-size 2", ["an expert is whole on a rank"]),
-        ("--recompute-num-layers 1 --recompute-method uniform", ["without --recompute-granularity it has no effect"] * 2),
-        ("--recompute-activations --recompute-num-layers 1", ["without --recompute-granularity full it has no effect"]),
-        ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2 --moe-tp-extend-ep", ["changes no number"] * 3),
-        ("--reuse-fp32-param --swap-attention --use-fused-rotary-pos-emb --use-fused-swiglu --use-cp-send-recv-overlap",
-         ["memory is", "memory is", "which kernels run", "which kernels run", "communication has"]),
-        ("--pre-tockens 65536 --next-tockens 0 --no-shared-storage --moe-capacity-bins-num 10 --verify-checkpoint",
-         ["what happens anyway", "what happens anyway", "data is read", "every token is computed", "always hashed"]),
-        ("--null-tokenizer-pad-id 0 --varlen-mock-dataset-config-json x", ["no sample of GPT", "without --use-varlen-dataset"]),
-        ("--tokenizer-special-tokens a b --trust-remote-code", ["no code of theirs is run"] * 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "reasons"), [
+    ("--img-h 224 --patch-dim 16 --vision-backbone-type vit --dino-norm-last-layer", ["it is for models of images"] * 4),
+    ("--inference-max-requests 8 --inference-dynamic-batching --flash-decode", ["for inference only"] * 3),
+    ("--grpo-group-size 4 --rl-partial-rollouts", ["without --perform-rl-step it has no effect"] * 2),
+    ("--inprocess-restart --inprocess-hard-timeout 90", ["--auto-resume goes on"] * 2), ("--retro-encoder-layers 2", ["without --retro-"]),
+    ("--reset-iteration --no-load-lr-state", ["without --load it has no effect"] * 2), ("--mamba-head-dim 4", ["without --is-hybrid"]),
+    ("--verify-integrity --replication --replication-jump 2", ["always hashed", "one format", "one format"]),
+    ("--save x --async-save --async-strategy nvrx --async-ckpt-use-cpu-shm --ckpt-fully-parallel-load-exchange-algo broadcast", [
+        "writes in a thread", "writes in a thread", "one format"]),
+    ("--check-for-spiky-loss --check-for-large-grads --test-mode --enable-experimental", ["is checked", "is checked", "tests", "nothing"]),
+    ("--wandb-group a --wandb-team b --wandb-entity c", ["its own environment variables"] * 3),
+    ("--otel-endpoint x", ["--tensorboard-dir"]),
+    ("--use-megatron-fsdp --fsdp-double-buffer --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim", [
+        "ZeRO is one implementation"] * 4),
+    ("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.1", ["what happens anyway", "without --mtp-num-layers"]),
+    ("--num-experts 4 --expert-tensor-parallel-size 2", ["an expert is whole on a rank"]),
+    ("--recompute-num-layers 1 --recompute-method uniform", ["without --recompute-granularity it has no effect"] * 2),
+    ("--recompute-activations --recompute-num-layers 1", ["without --recompute-granularity full it has no effect"]),
+    ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2 --moe-tp-extend-ep", ["changes no number"] * 3),
+    ("--reuse-fp32-param --swap-attention --use-fused-rotary-pos-emb --use-fused-swiglu --use-cp-send-recv-overlap", ["memory is",
+        "memory is", "which kernels run", "which kernels run", "communication has"]),
+    ("--pre-tockens 65536 --next-tockens 0 --no-shared-storage --moe-capacity-bins-num 10 --verify-checkpoint", ["what happens anyway",
+        "what happens anyway", "data is read", "every token is computed", "always hashed"]),
+    ("--null-tokenizer-pad-id 0 --varlen-mock-dataset-config-json x", ["no sample of GPT", "without --use-varlen-dataset"]),
+    ("--tokenizer-special-tokens a b --trust-remote-code", ["no code of theirs is run"] * 2),
+])  # fmt: skip
 def test_ignored_by_the_true_reason(more: str, reasons: list[str]) -> None:
     notes = parse(more).ignored_flags
     assert len(notes) == len(reasons) and all(reason in note for reason, note in zip(reasons, notes, strict=True)), notes
 
 
-@pytest.mark.parametrize(
-    ("more", "stage"),
-    [
-        ("--use-torch-fsdp2", 3), ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 3), ("--use-megatron-fsdp", 0),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3),
-        ("--data-parallel-sharding-strategy optim_grads", 2),
-        ("--data-parallel-sharding-strategy OPTIM", 1), ("--data-parallel-sharding-strategy no_shard --use-distributed-optimizer", 1),
-        ("--use-torch-fsdp2 --zero-stage 2", 2), ("--zero-stage 1 --data-parallel-sharding-strategy optim_grads_params", 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "stage"), [
+    ("--use-torch-fsdp2", 3),
+    ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 3), ("--use-megatron-fsdp", 0),
+    ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3), ("--data-parallel-sharding-strategy optim_grads", 2),
+    ("--data-parallel-sharding-strategy OPTIM", 1),
+    ("--data-parallel-sharding-strategy no_shard --use-distributed-optimizer", 1), ("--use-torch-fsdp2 --zero-stage 2", 2),
+    ("--zero-stage 1 --data-parallel-sharding-strategy optim_grads_params", 1),
+])  # fmt: skip
 def test_fully_sharded_data_parallelism_is_zero(more: str, stage: int) -> None:
     assert parse(more).parallel.zero_stage == stage
 

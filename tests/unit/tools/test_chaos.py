@@ -66,18 +66,13 @@ def test_an_earlier_call_is_cleared_away(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "new")) == [MARK, "output"]
 
 
-@pytest.mark.parametrize(
-    "words, text",
-    [
-        (["--faults", "0"], "--faults"),
-        (["--ranks", "99999999"], "--ranks (99999999) must be from 1 to 64"),
-        (["--patience", "nan"], "--patience (nan)"),
-        (["--patience", "0"], "--patience"),
-        (["--", "python", "x.py", "--save", "y"], "leave --save out"),
-        (["--", "python", "x.py", "--save=y"], "leave --save out"),
-        (["--fault", "3"], "unrecognized argument"),
-    ],
-)
+@pytest.mark.parametrize("words, text", [
+    (["--faults", "0"], "--faults"),
+    (["--ranks", "99999999"], "--ranks (99999999) must be from 1 to 64"), (["--patience", "nan"], "--patience (nan)"),
+    (["--patience", "0"], "--patience"),
+    (["--", "python", "x.py", "--save", "y"], "leave --save out"), (["--", "python", "x.py", "--save=y"], "leave --save out"),
+    (["--fault", "3"], "unrecognized argument"),
+])  # fmt: skip
 def test_bad_words_are_refused_before_anything_is_made(
     tmp_path: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
