@@ -166,12 +166,11 @@ _TREES: tuple[Any, ...] = (
     "", "{}", "[]", "null", "3", '"text"', "{" * 200, "[" * 5000, "a: b: c", "- a\n- b", "lr: [1, {a: 2}]",
     "lr: !!python/object:os.system x", "a: &a [1]\nb: [*a, *a]", "lr: 1e400\nnum-layers: .inf", "num_layers: -5",
     "model:\n  num_layers: {}\n", "config: config.yaml", '{"zero_optimization": []}', '{"train_batch_size": 1e400}',
-    '{"fp16": {"enabled": "yes"}}', '{"a": 1, "a": 2}', '{"bf16": NaN}',
-    '{"zero_optimization": {"stage": 99999999999999999999}}', '{"optimizer": {"type": "Adam", "params": {"lr": "x"}}}',
-    "\ufeff{}", "\x00", '{"train_micro_batch_size_per_gpu": -1}',
+    '{"fp16": {"enabled": "yes"}}', '{"a": 1, "a": 2}', '{"bf16": NaN}', '{"zero_optimization": {"stage": 99999999999999999999}}',
+    '{"optimizer": {"type": "Adam", "params": {"lr": "x"}}}', "\ufeff{}", "\x00", '{"train_micro_batch_size_per_gpu": -1}',
     '{"fp16": {"enabled": true, "initial_scale_power": 1e9}}', '{"scheduler": {"type": "WarmupLR"}}',
-    '{"gradient_accumulation_steps": 1e18}', '{"gradient_clipping": -1e300}', 'save: "a\\0b"', "data-path: []",
-    "seed: 1.0", "lr: ~", b"\xff\xfe",
+    '{"gradient_accumulation_steps": 1e18}', '{"gradient_clipping": -1e300}', 'save: "a\\0b"', "data-path: []", "seed: 1.0", "lr: ~",
+    b"\xff\xfe",
 )  # fmt: skip
 
 

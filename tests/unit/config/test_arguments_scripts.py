@@ -1,4 +1,4 @@
-"""Whole launch scripts of both dialects, and every flag that such scripts use often: each gets one of four answers."""
+"""Whole launch scripts of both dialects, what their words mean here, and what they are told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.config.flags.arguments import config_from_args, scan
+from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.utils.errors import ConfigError
 
 MEGATRON_LM_345M = """
@@ -69,12 +69,8 @@ def config(script: str, world_size: int = 4):  # type: ignore[no-untyped-def]
 def test_megatron_lm_345m() -> None:
     c = config(MEGATRON_LM_345M)
     assert (c.model.num_layers, c.model.head_dim, c.model.ffn_size, c.model.max_positions) == (24, 64, 4096, 1024)
-    assert (c.optimizer.lr, c.optimizer.min_lr, c.optimizer.lr_warmup_fraction, c.precision.initial_loss_scale) == (
-        1.5e-4,
-        1e-5,
-        0.01,
-        65536,
-    )
+    assert (c.optimizer.lr, c.optimizer.min_lr, c.optimizer.lr_warmup_fraction) == (1.5e-4, 1e-5, 0.01)
+    assert c.precision.initial_loss_scale == 65536
     assert c.data.split == "949,50,1" and c.parallel.distributed_timeout_minutes == 60
     ignored = [note.split(" ")[0] for note in c.ignored_flags]
     assert ignored == shlex.split(
@@ -95,24 +91,15 @@ def test_megatron_lm_llama() -> None:
 def test_megatron_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(DS_CONFIG)
     c = config(MEGATRON_DEEPSPEED.replace("DS_CONFIG", str(tmp_path / "ds_config.json")), world_size=8)
-    assert (c.precision.fp16, c.precision.initial_loss_scale, c.precision.loss_scale_window, c.parallel.zero_stage) == (
-        True,
-        2048.0,
-        500,
-        0,
-    )
+    assert c.precision.fp16 and (c.precision.initial_loss_scale, c.precision.loss_scale_window, c.parallel.zero_stage) == (2048.0, 500, 0)
     assert [n for n in c.ignored_flags if n.startswith("ds_config.json")] == [
         "ds_config.json: steps_per_print, zero_optimization.elastic_checkpoint, prescale_gradients, wall_clock_breakdown"
         " (DeepSpeed's own tuning, without a meaning here)"
     ]
     assert c.batch.train_samples == 146484375 and c.batch.train_iters is None  # 300e9 tokens / 2048, less than --train-samples
     assert (c.optimizer.lr_decay_samples, c.optimizer.lr_warmup_samples) == (146484375, 1464844)
-    assert (c.model.position_embedding_type, c.model.rotary_percent, c.model.num_groups, c.model.normalization) == (
-        "rope",
-        0.25,
-        16,
-        "LayerNorm",
-    )
+    assert (c.model.position_embedding_type, c.model.rotary_percent, c.model.num_groups) == ("rope", 0.25, 16)
+    assert c.model.normalization == "LayerNorm"
     assert (c.kernels.recompute_granularity, c.kernels.recompute_num_layers) == ("full", 1)
     assert (c.logging.profile, c.logging.profile_step_start, c.logging.profile_step_end) == (True, 2, 3)
     assert c.data.tokenizer_type == "SentencePieceTokenizer" and c.optimizer.override_opt_param_scheduler
@@ -127,60 +114,6 @@ def test_a_script_that_asks_for_more_than_there_is_hears_all_of_it_at_once() -> 
         ConfigError, match=r"each stage needs a layer, and num_layers \(24\) is less than pipeline_model_parallel_size \(32\)"
     ):
         config(MEGATRON_LM_345M + " --pipeline-model-parallel-size 32")
-
-
-# Flags of existing launch scripts, most used first, with a value where they take one.
-USED = """
---num-layers 2; --hidden-size 64; --num-attention-heads 4; --max-position-embeddings 64; --micro-batch-size 1; --seq-length 32
---tensor-model-parallel-size 1; --load /x; --pipeline-model-parallel-size 1; --log-interval 100; --save-interval 100; --lr 1e-3
---eval-interval 1000; --global-batch-size 4; --eval-iters 10; --save /x; --min-lr 1e-5; --clip-grad 1.0; --data-path /x
---split 949,50,1; --weight-decay 0.1; --log-validation-ppl-to-tensorboard; --lr-decay-style cosine; --log-timers-to-tensorboard
---tensorboard-dir /x; --vocab-file /x; --bf16; --log-num-zeros-in-grad; --transformer-impl transformer_engine
---ckpt-format torch_dist; --distributed-backend nccl; --log-memory-to-tensorboard; --train-iters 10; --timing-log-level 0
---log-params-norm; --lr-warmup-fraction 0.01; --use-mcore-models; --merge-file /x; --lr-decay-iters 8; --data-cache-path /x
---deterministic-mode; --no-gradient-accumulation-fusion; --dist-ckpt-strictness log_all; --attention-softmax-in-fp32
---tokenizer-type NullTokenizer; --attention-backend unfused; --disable-bias-linear; --async-save; --sequence-parallel
---attention-dropout 0.0; --hidden-dropout 0.0; --ffn-hidden-size 128; --untie-embeddings-and-output-weights
---use-distributed-optimizer; --init-method-std 0.01; --fp16; --use-checkpoint-opt_param-scheduler; --position-embedding-type rope
---tokenizer-model /x; --normalization RMSNorm; --adam-beta1 0.9; --adam-beta2 0.95; --swiglu; --num-query-groups 2
---group-query-attention; --rotary-percent 0.5; --kv-channels 16; --overlap-grad-reduce; --use-checkpoint-args; --rotary-base 10000
---no-load-optim; --overlap-param-gather; --train-samples 100; --exit-duration-in-mins 230; --ckpt-fully-parallel-load
---context-parallel-size 1; --data-impl mmap; --lr-warmup-samples 5; --no-masked-softmax-fusion; --make-vocab-size-divisible-by 128
---seed 1; --no-bias-gelu-fusion; --calculate-per-token-loss; --auto-detect-ckpt-format; --no-create-attention-mask-in-dataloader
---deepspeed; --deepspeed_config /x; --checkpoint-activations; --no-rope-fusion; --distributed-timeout-minutes 60
---no-pipeline-parallel; --deepspeed-activation-checkpointing; --apply-query-key-layer-scaling
---num-layers-per-virtual-pipeline-stage 1; --exit-interval 5; --log-throughput; --lr-decay-samples 80; --norm-epsilon 1e-6
---zero-stage 1; --override-opt_param-scheduler; --pretrained-checkpoint /x; --no-mmap-bin-files; --log-batch-size-to-tensorboard
---tensorboard-queue-size 1; --qk-layernorm; --vocab-extra-ids 100; --use-rotary-position-embeddings; --manual-gc; --hysteresis 2
---vocab-size 100; --wandb-project x; --wandb-exp-name x; --finetune; --dataloader-type single; --squared-relu
---cross-entropy-loss-fusion; --use-flash-attn; --use-legacy-models; --fp8-format hybrid; --DDP-impl local
---recompute-granularity full; --no-load-rng; --apply-layernorm-1p; --add-qkv-bias; --openai-gelu; --rampup-batch-size 2 2 10
---step-batch-size-schedule 0:32; --exit-signal-handler; --lr-warmup-iters 2; --start-weight-decay 0.1; --end-weight-decay 0.2
---weight-decay-incr-style linear; --adam-eps 1e-8; --optimizer adam; --loss-scale 1024; --initial-loss-scale 65536
---min-loss-scale 1.0; --loss-scale-window 500; --accumulate-allreduce-grads-in-fp32; --fp16-lm-cross-entropy
---fp32-residual-connection; --cp-comm-type p2p; --use-cpu-initialization; --ds-sequence-parallel-size 1; --no-bias-swiglu-fusion
---no-bias-dropout-fusion; --recompute-activations; --recompute-method uniform; --recompute-num-layers 1; --train-data-path /x
---valid-data-path /x; --test-data-path /x; --num-workers 2; --reset-position-ids; --reset-attention-mask; --eod-mask-loss
---mock-data; --mask-prob 0.15; --short-seq-prob 0.1; --bert-no-binary-head; --task MNLI; --train-data /x; --valid-data /x
---epochs 3; --no-save-optim; --no-save-rng; --exit-on-missing-checkpoint; --ckpt-step 10; --load-tag global_step1; --universal-checkpoint
---skip-train; --profile; --profile-step-start 10; --profile-step-end 12; --profile-ranks 0; --dist-ckpt-format torch_dist
---ckpt-fully-parallel-save; --no-async-tensor-model-parallel-allreduce; --num-key-value-heads 2
---rotary-position-embeddings-theta 10000; --layernorm-epsilon 1e-5; --use-flash-attn-v2; --no-query-key-layer-scaling
---overlap-p2p-communication; --train-tokens 1000; --lr-warmup-tokens 10; --lr-decay-tokens 900; --manual-gc-interval 10
-"""
-FLAGS = [flag.strip() for line in USED.strip().splitlines() for flag in line.split(";")]
-
-
-@pytest.mark.parametrize("flag", FLAGS, ids=[flag.split()[0] for flag in FLAGS])
-def test_every_flag_in_use_is_known_with_its_number_of_values(flag: str) -> None:
-    line = scan(shlex.split(flag) + ["--seed", "1"])
-    assert not line.problems
-    assert line.settings[0].words == tuple(flag.split()[1:]) and line.settings[1].name == "seed"
-    try:
-        config_from_args(shlex.split(flag))  # alone it cannot be a run; what is said about it is never "unknown"
-    except ConfigError as error:
-        assert f"{flag.split()[0]} is unknown" not in str(error) and "unexpected" not in str(error)
-        assert f"{flag.split()[0]}: expected" not in str(error)
 
 
 @pytest.mark.parametrize(("words", "groups", "told"), [
@@ -223,15 +156,14 @@ def test_names_that_change_nothing(words: str) -> None:
     assert [note.split()[0] for note in set(c.ignored_flags) - set(plain.ignored_flags)] and "not supported" not in str(c.ignored_flags)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--glu-activation reglu", "gates are swiglu or geglu"), ("--glu-activation liglu", "gates are swiglu or geglu"),
-        ("--rope-type yarn", "positions are learned_absolute, rope or none"), ("--attention-head-type grouped", "multihead or multiquery"),
-        ("--moe-router-load-balancing-type sinkhorn", "depends on which tokens a rank has"), ("--export-te-mcore-model", "distillation"),
-        ("--spec my.layers layer_spec", "all of one shape"), ("--spec my.layers local", "all of one shape"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "reason"), [
+    ("--glu-activation reglu", "gates are swiglu or geglu"), ("--glu-activation liglu", "gates are swiglu or geglu"),
+    ("--rope-type yarn", "positions are learned_absolute, rope or none"),
+    ("--attention-head-type grouped", "multihead or multiquery"),
+    ("--moe-router-load-balancing-type sinkhorn", "depends on which tokens a rank has"), ("--export-te-mcore-model", "distillation"),
+    ("--spec my.layers layer_spec", "all of one shape"),
+    ("--spec my.layers local", "all of one shape"),
+])  # fmt: skip
 def test_words_that_would_be_another_model(words: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         config(f"{MEGATRON_LM_345M} {words}")

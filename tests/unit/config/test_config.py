@@ -328,18 +328,15 @@ def test_each_rule_of_layouts_is_the_only_message(processes: int, fields: dict[s
     assert expected in text and "\n" not in text
 
 
-@pytest.mark.parametrize(
-    ("processes", "fields"),
-    [
-        (3, {"num_attention_heads": 7, "hidden_size": 70, "sequence_parallel_size": 3}),  # uneven heads
-        (4, {"num_query_groups": 1, "sequence_parallel_size": 4}),  # more ranks than key/value heads
-        (4, {"num_query_groups": 2, "tensor_model_parallel_size": 4}),
-        (8, {"seq_length": 1, "sequence_parallel_size": 4, "tensor_model_parallel_size": 1}),  # any length
-        (4, {"sequence_parallel_size": 2, "sp_overlap_mode": "auto", "sp_head_chunks": 2}),
-        (2, {"sequence_parallel_size": 2, "sp_overlap_mode": "chunked", "sp_overlap_comm": True}),
-        (1, {"sp_overlap_mode": "none"}),
-    ],
-)
+@pytest.mark.parametrize(("processes", "fields"), [
+    (3, {"num_attention_heads": 7, "hidden_size": 70, "sequence_parallel_size": 3}),  # uneven heads
+    (4, {"num_query_groups": 1, "sequence_parallel_size": 4}),  # more ranks than key/value heads
+    (4, {"num_query_groups": 2, "tensor_model_parallel_size": 4}),
+    (8, {"seq_length": 1, "sequence_parallel_size": 4, "tensor_model_parallel_size": 1}),  # any length
+    (4, {"sequence_parallel_size": 2, "sp_overlap_mode": "auto", "sp_head_chunks": 2}),
+    (2, {"sequence_parallel_size": 2, "sp_overlap_mode": "chunked", "sp_overlap_comm": True}),
+    (1, {"sp_overlap_mode": "none"}),
+])  # fmt: skip
 def test_sound_layouts(processes: int, fields: dict[str, Any]) -> None:
     validate(config(**fields), processes)
 

@@ -7,21 +7,16 @@ import pytest
 from megatron_sp.config.curriculum import read_curriculum
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        # floor(80 + 1968 * step / 100), rounded down to multiples of 8
-        ("fixed_linear 80 2048 100 8", {1: 96, 2: 112, 50: 1064, 99: 2024, 100: 2048, 101: 2048, 10**9: 2048}),
-        ("fixed_linear 5 9 4 1", {1: 6, 2: 7, 3: 8, 4: 9, 5: 9}),
-        # a multiple from the first step on, and the longest at last
-        ("fixed_linear 8 100 1000 16", {1: 16, 500: 48, 1000: 96, 1200: 100}),
-        ("fixed_linear 64 64 10 48", {1: 64, 100: 64}),
-        ("fixed_root 80 2048 100 8 2", {1: 272, 25: 1064, 100: 2048}),
-        ("fixed_root 1 9 1 1 0.1", {1: 9, 10**15: 9}),  # no number is too large
-        ("fixed_root 80 2048 100 8 1", {1: 96, 50: 1064}),  # a straight line
-        ("fixed_discrete 16:5 64:10 128", {1: 16, 5: 16, 6: 64, 10: 64, 11: 128, 10**9: 128}),
-    ],
-)
+@pytest.mark.parametrize(("text", "want"), [
+    # floor(80 + 1968 * step / 100), rounded down to multiples of 8
+    ("fixed_linear 80 2048 100 8", {1: 96, 2: 112, 50: 1064, 99: 2024, 100: 2048, 101: 2048, 10**9: 2048}),
+    ("fixed_linear 5 9 4 1", {1: 6, 2: 7, 3: 8, 4: 9, 5: 9}),
+    # a multiple from the first step on, and the longest at last
+    ("fixed_linear 8 100 1000 16", {1: 16, 500: 48, 1000: 96, 1200: 100}), ("fixed_linear 64 64 10 48", {1: 64, 100: 64}),
+    ("fixed_root 80 2048 100 8 2", {1: 272, 25: 1064, 100: 2048}), ("fixed_root 1 9 1 1 0.1", {1: 9, 10**15: 9}),  # no number is too large
+    ("fixed_root 80 2048 100 8 1", {1: 96, 50: 1064}),  # a straight line
+    ("fixed_discrete 16:5 64:10 128", {1: 16, 5: 16, 6: 64, 10: 64, 11: 128, 10**9: 128}),
+])  # fmt: skip
 def test_lengths(text: str, want: dict[int, int]) -> None:
     curriculum = read_curriculum((text,))
     assert curriculum == read_curriculum(tuple(text.split()))

@@ -416,10 +416,9 @@ def test_files_that_cannot_be_read(path: Path) -> None:
 def test_the_printed_configuration_holds_what_the_file_said(path: Path, tmp_path: Path) -> None:
     data = {
         "train_batch_size": 8,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "fp16": {"enabled": True},
         "x": 1,
-    }
+    }  # fmt: skip
     config = parse(path, data, "--micro-batch-size 2")
     (tmp_path / "again.yaml").write_text(config_as_yaml(config))
     again = config_from_args(["--config", f"{tmp_path}/again.yaml"], world_size=1)

@@ -20,35 +20,32 @@ def wrong(words: str, world_size: int = 1, family: str | None = None) -> list[st
     return [text] if "\n" not in text else [line.strip().partition(". ")[2] for line in text.splitlines()[1:]]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        # what can be read is checked as ever
-        (f"{SOUND} --hidden-size 65 --foo-bar 3 --min-lr 5", ["--foo-bar is unknown", _ODD_WIDTH, "min_lr (5.0) must be at most lr"]),
-        (f"{SOUND} --mtp-num-layers 2 --bf16 --fp16", ["--mtp-num-layers 2 is not supported", "--bf16 and --fp16 exclude each other"]),
-        (f"{SOUND} --lr -1 --hidden-size 65", ["--lr (-1) must be at least 0", _ODD_WIDTH]),
-        # no rule speaks of a value that could not be read, was mistyped or is out of range
-        (f"{SOUND} --num-layers abc --recompute-granularity full --recompute-num-layers 9", ["--num-layers: expected an integer"]),
-        (f"{SOUND.replace('--num-layers 2', '--num-layers abc')} --min-lr 5", ["--num-layers: expected an integer", "min_lr (5.0)"]),
-        (SOUND.replace("--num-layers 2", "--num-layesr 2"), ["--num-layesr is unknown: did you mean --num-layers?"]),
-        ("--num-layers x --num-attention-heads 4 --seq-length 8 --mock-data --vocab-size 9 --train-iters 1 --lr 1",
-         ["--num-layers: expected an integer", "--hidden-size is required"]),
-        (f"{SOUND} --micro-batch-size 0 --global-batch-size 7", ["--micro-batch-size (0) must be at least 1"]),
-        (f"{SOUND} --tensor-model-parallel-size two --hidden-size 65", ["--tensor-model-parallel-size: expected", _ODD_WIDTH]),
-        (f"{SOUND.replace('--lr 1e-3', '--lr-decay-style round')}", ["--lr-decay-style: expected one of", "--lr is required to train"]),
-        (SOUND.replace("--num-layers 2", "--encoder-num-layers x"), ["--encoder-num-layers: expected an integer"]),
-        (SOUND.replace("--lr 1e-3", "-lr 1e-3"), ["unexpected '-lr': a flag begins with --, as in --lr"]),
-        (SOUND.replace("--train-iters 10", "--train-tokens x"), ["--train-tokens: expected an integer"]),
-        (SOUND.replace("--train-iters 10", "--train-tokens 999").replace("32", "x"), ["--seq-length: expected an integer"]),
-        (SOUND.replace("--mock-data", "--data-args-path x"), ["--data-args-path x is not supported"]),  # it names the flags for data
-        ("--preset nonsense --mock-data --lr 1 --train-iters 1", ["--preset: 'nonsense' is not a preset"]),
-        (f"{SOUND} --dry-run --world-size many --tp-size 2", ["--world-size: expected an integer"]),
-        (f"{SOUND} --bf16 --lr 1 --attention-backend flash2 --deepspeed_config /nowhere.json --hidden-size 65",
-         ["--deepspeed_config /nowhere.json", _ODD_WIDTH]),
-        (f"{SOUND} --attention-backend flash2 --deepspeed_config /nowhere.json", ["--deepspeed_config /nowhere.json"]),  # it may say bf16
-        (f"{SOUND} --config /nowhere.yaml --foo-bar 3", ["--config /nowhere.yaml", "--foo-bar is unknown"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "expected"), [
+    # what can be read is checked as ever
+    (f"{SOUND} --hidden-size 65 --foo-bar 3 --min-lr 5", ["--foo-bar is unknown", _ODD_WIDTH, "min_lr (5.0) must be at most lr"]),
+    (f"{SOUND} --mtp-num-layers 2 --bf16 --fp16", ["--mtp-num-layers 2 is not supported", "--bf16 and --fp16 exclude each other"]),
+    (f"{SOUND} --lr -1 --hidden-size 65", ["--lr (-1) must be at least 0", _ODD_WIDTH]),
+    # no rule speaks of a value that could not be read, was mistyped or is out of range
+    (f"{SOUND} --num-layers abc --recompute-granularity full --recompute-num-layers 9", ["--num-layers: expected an integer"]),
+    (f"{SOUND.replace('--num-layers 2', '--num-layers abc')} --min-lr 5", ["--num-layers: expected an integer", "min_lr (5.0)"]),
+    (SOUND.replace("--num-layers 2", "--num-layesr 2"), ["--num-layesr is unknown: did you mean --num-layers?"]),
+    ("--num-layers x --num-attention-heads 4 --seq-length 8 --mock-data --vocab-size 9 --train-iters 1 --lr 1", [
+        "--num-layers: expected an integer", "--hidden-size is required"]),
+    (f"{SOUND} --micro-batch-size 0 --global-batch-size 7", ["--micro-batch-size (0) must be at least 1"]),
+    (f"{SOUND} --tensor-model-parallel-size two --hidden-size 65", ["--tensor-model-parallel-size: expected", _ODD_WIDTH]),
+    (f"{SOUND.replace('--lr 1e-3', '--lr-decay-style round')}", ["--lr-decay-style: expected one of", "--lr is required to train"]),
+    (SOUND.replace("--num-layers 2", "--encoder-num-layers x"), ["--encoder-num-layers: expected an integer"]),
+    (SOUND.replace("--lr 1e-3", "-lr 1e-3"), ["unexpected '-lr': a flag begins with --, as in --lr"]),
+    (SOUND.replace("--train-iters 10", "--train-tokens x"), ["--train-tokens: expected an integer"]),
+    (SOUND.replace("--train-iters 10", "--train-tokens 999").replace("32", "x"), ["--seq-length: expected an integer"]),
+    (SOUND.replace("--mock-data", "--data-args-path x"), ["--data-args-path x is not supported"]),  # it names the flags for data
+    ("--preset nonsense --mock-data --lr 1 --train-iters 1", ["--preset: 'nonsense' is not a preset"]),
+    (f"{SOUND} --dry-run --world-size many --tp-size 2", ["--world-size: expected an integer"]),
+    (f"{SOUND} --bf16 --lr 1 --attention-backend flash2 --deepspeed_config /nowhere.json --hidden-size 65", [
+        "--deepspeed_config /nowhere.json", _ODD_WIDTH]),
+    (f"{SOUND} --attention-backend flash2 --deepspeed_config /nowhere.json", ["--deepspeed_config /nowhere.json"]),  # it may say bf16
+    (f"{SOUND} --config /nowhere.yaml --foo-bar 3", ["--config /nowhere.yaml", "--foo-bar is unknown"]),
+])  # fmt: skip
 def test_all_that_is_wrong_and_nothing_else(words: str, expected: list[str]) -> None:
     found = wrong(words)
     assert len(found) == len(expected) and all(part in text for part, text in zip(expected, found, strict=True)), found

@@ -129,22 +129,18 @@ def test_what_would_compute_something_else_is_refused(flag: str, reason: str) ->
         parse(f"--num-experts 8 {flag}")
 
 
-@pytest.mark.parametrize(
-    ("words", "layers", "topk", "balance", "whole"),
-    [
-        ("--deepspeed --num-experts 8", (1, 3), 1, 0.1, True),
-        ("--deepspeed --num-experts 8 --topk 2", (1, 3), 2, 0.1, False),
-        ("--num-experts 8 --expert-interval 3 --moe-loss-coeff 0.01", (2,), 1, 0.01, True),
-        ("--num-experts 8 --expert-interval 1 --moe-expert-parallel-size 1 --disable-moe-token-dropping", (0, 1, 2, 3), 1, 0.1, True),
-        ("--num-experts 8 8 --topk 1", (1, 3), 1, 0.1, True),
-        ("--num-experts 1 8", (3,), 1, 0.1, True),
-        ("--moe-num-experts 8", (0, 1, 2, 3), 1, 0.025, True),  # megablocks divides the coefficient by the layers
-        ("--moe-num-experts=8 --moe-top-k=2 --moe-loss-weight=0.2 --moe-capacity-factor 1", (0, 1, 2, 3), 2, 0.05, True),
-        ("--num-experts 8 --moe-router-topk 4 --deepspeed", (0, 1, 2, 3), 4, 0.0, False),  # Megatron's names: Megatron's defaults
-        ("--num-experts 8 --topk 1 --moe-router-dtype fp32", (0, 1, 2, 3), 1, 0.0, True),
-        ("--num-experts 8", (0, 1, 2, 3), 2, 0.0, False),
-    ],
-)
+@pytest.mark.parametrize(("words", "layers", "topk", "balance", "whole"), [
+    ("--deepspeed --num-experts 8", (1, 3), 1, 0.1, True),
+    ("--deepspeed --num-experts 8 --topk 2", (1, 3), 2, 0.1, False),
+    ("--num-experts 8 --expert-interval 3 --moe-loss-coeff 0.01", (2,), 1, 0.01, True),
+    ("--num-experts 8 --expert-interval 1 --moe-expert-parallel-size 1 --disable-moe-token-dropping", (0, 1, 2, 3), 1, 0.1, True),
+    ("--num-experts 8 8 --topk 1", (1, 3), 1, 0.1, True), ("--num-experts 1 8", (3,), 1, 0.1, True),
+    ("--moe-num-experts 8", (0, 1, 2, 3), 1, 0.025, True),  # megablocks divides the coefficient by the layers
+    ("--moe-num-experts=8 --moe-top-k=2 --moe-loss-weight=0.2 --moe-capacity-factor 1", (0, 1, 2, 3), 2, 0.05, True),
+    ("--num-experts 8 --moe-router-topk 4 --deepspeed", (0, 1, 2, 3), 4, 0.0, False),  # Megatron's names: Megatron's defaults
+    ("--num-experts 8 --topk 1 --moe-router-dtype fp32", (0, 1, 2, 3), 1, 0.0, True),
+    ("--num-experts 8", (0, 1, 2, 3), 2, 0.0, False),
+])  # fmt: skip
 def test_defaults_of_who_is_quoted(words: str, layers: tuple[int, ...], topk: int, balance: float, whole: bool) -> None:
     model = parse(words).model
     assert model.num_experts == 8 and model.expert_layers(4) == layers

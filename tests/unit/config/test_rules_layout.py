@@ -31,8 +31,7 @@ def error(more: str, world_size: int = 8) -> str:
 
 SIZES = [
     # flags, (sp, cp, exchanges ahead)
-    ("--context-parallel-size 4", (1, 4, 1)),
-    ("--cp-size 2 --sp-size 2 --cp-stages-ahead 3", (2, 2, 3)),
+    ("--context-parallel-size 4", (1, 4, 1)), ("--cp-size 2 --sp-size 2 --cp-stages-ahead 3", (2, 2, 3)),
     ("--cp-size 8 --cp-stages-ahead all", (1, 8, 7)),
     ("--context-parallel-size 4 --cp-comm-type p2p", (1, 4, 1)),
     ("--context-parallel-size 2 --sequence-parallel-size 4 --cp-comm-type p2p", (4, 2, 1)),
@@ -42,10 +41,9 @@ SIZES = [
     ("--context-parallel-size 4 --cp-comm-type a2a a2a", (4, 1, 1)),
     ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2", (4, 2, 1)),
     ("--context-parallel-size 8 --cp-comm-type A2A+P2P --hierarchical-context-parallel-sizes 2 4", (2, 4, 1)),
-    ("--context-parallel-size 1 --cp-comm-type a2a+p2p", (1, 1, 1)),
-    ("--cp-comm-type all_gather", (1, 1, 1)),
+    ("--context-parallel-size 1 --cp-comm-type a2a+p2p", (1, 1, 1)), ("--cp-comm-type all_gather", (1, 1, 1)),
     ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 1", (1, 1, 1)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("flags, sizes", SIZES)

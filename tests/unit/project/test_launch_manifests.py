@@ -146,8 +146,7 @@ POD = ("spec", "pytorchReplicaSpecs", "Master", "template", "spec")
 @pytest.mark.parametrize("kind, number, wrong", [
     ("trainjob", 1, change("spec", "numNodes", to=2)),
     ("trainjob", 1, change("spec", "trainer", "numProcPerNode", to="8")),
-    ("trainjob", 1, change("spec", "trainer", "args", 0, to=7)),
-    ("trainjob", 1, change("spec", "runtimeRef", "name")),
+    ("trainjob", 1, change("spec", "trainer", "args", 0, to=7)), ("trainjob", 1, change("spec", "runtimeRef", "name")),
     ("trainjob", 1, change("spec", "podTemplateOverrides", to=[])),
     ("trainjob", 0, change("spec", "mlPolicy", "torch", "numProcPerNode", to="auto")),
     ("trainjob", 0, change("spec", "template", "spec", "failurePolicy", "maxRestart", to=3)),
@@ -177,8 +176,7 @@ def _two_nodes(kind: str) -> Any:
     (["trainjob", *GIVEN, "NODES=0"], "NODES=0 must be a number, 1 or more"),
     (["trainjob", *GIVEN, "GRACE=30"], "GRACE=30 must be a number, 60 or more"),
     (["trainjob", *GIVEN, "NODE=2"], "'NODE=2' is not NAME=VALUE"),
-    (["trainjob", *GIVEN, "NAME=My_Job"], "NAME=My_Job must be at most 40 small letters"),
-    (["job", *GIVEN], "'job' is neither trainjob"),
+    (["trainjob", *GIVEN, "NAME=My_Job"], "NAME=My_Job must be at most 40 small letters"), (["job", *GIVEN], "'job' is neither trainjob"),
     (["job"], "'job' is neither trainjob"),
 ])  # fmt: skip
 def test_values_that_cannot_work_are_refused(words: list[str], message: str) -> None:
