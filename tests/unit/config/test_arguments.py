@@ -6,15 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.paths import ROOT
 
+from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.fields import field_kinds
 from megatron_sp.config.flags import foreign_flags as dialect
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args, draft_config
-from megatron_sp.config.flags.flag_help import print_help
 from megatron_sp.config.flags.foreign_flags import meant_by
 from megatron_sp.config.flags.settings import MAX_FILE_BYTES, canonical, targets
 from megatron_sp.config.schema import GROUPS, Config
@@ -263,16 +264,16 @@ def test_no_name_is_in_two_tables() -> None:
 
 
 def test_every_name_of_the_tables_gets_its_own_answer() -> None:
-    for name in dialect.IGNORED_SWITCHES:
-        assert parse(f"--{name}").ignored_flags[0].startswith(f"--{name} (")
-    for name in dialect.IGNORED_VALUES:
-        assert parse(f"--{name} 1 --bf16").ignored_flags[0].startswith(f"--{name} (")
-    for name in dialect.REFUSED:
-        if name in dialect.COMPANIONS:
-            assert parse(f"--{name} surely").ignored_flags[0].startswith(f"--{name} (without --")
-            continue
-        assert f"--{name} is not supported: " in error(f"--{name}") or name in dialect.HARMLESS_VALUES
-        assert f"--{name} surely is not supported: " in error(f"--{name} surely")
+    ignored = [*dialect.IGNORED_SWITCHES, *(f"{name} 1" for name in dialect.IGNORED_VALUES)]
+    notes = parse(" ".join(f"--{words}" for words in ignored)).ignored_flags
+    assert [note.partition(" (")[0] for note in notes] == [f"--{words.removesuffix(' 1')}" for words in ignored]
+    idle, refused = [name for name in dialect.REFUSED if name in dialect.COMPANIONS], dialect.REFUSED.keys() - dialect.COMPANIONS.keys()
+    assert all(f"--{name} (without --" in note for name, note in zip(idle, parse(f"--{' x --'.join(idle)} x").ignored_flags, strict=True))
+    for more in ("", " surely"):
+        text = error(" ".join(f"--{name}{more}" for name in sorted(refused)))
+        assert [
+            name for name in refused if f". --{name}{more} is not supported: " not in text and name not in dialect.HARMLESS_VALUES
+        ] == []
 
 
 # ------------------------------------------------------------------------------------------------------------------- files
@@ -385,45 +386,60 @@ def test_the_printed_configuration_reads_back_to_the_same(tmp_path: Path) -> Non
     assert from_file(tmp_path, text, sound="") == config
 
 
-# ----------------------------------------------------------------------------------------------------------- from outside
+# ----------------------------------------------------------------------------------------------------------- as a program
 
 _PROGRAM = """
 import sys
 from megatron_sp.commands.pretrain import parse_config
 try:
     config = parse_config(prog="train.py", description="Trains.")
-    print(config.model.num_layers)
+    print(config.model.num_layers, config.parallel.zero_stage)
 finally:
     heavy = [name for name in ("torch", "numpy", "einops", "rich") if name in sys.modules]
     print("LOADED", heavy, file=sys.stderr) if heavy else None
 """
 
 
-def outside(*words: str, **env: str) -> tuple[int, str, str]:
-    """(exit code, output, errors)."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *words], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **env}
-    )
-    return done.returncode, done.stdout, done.stderr
+def test_neither_an_answer_nor_a_mistake_loads_torch_or_numpy(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1}')
+    for more, code, out, err in (
+        ("--num-layesr 3", 2, "", "error: --num-layesr is unknown: did you mean --num-layers?\n"),
+        (f"--deepspeed_config {tmp_path}/ds.json", 0, "2 1\n", ""),
+    ):
+        command, env = [sys.executable, "-c", _PROGRAM, *SOUND.split(), *more.split()], {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 
-def test_a_mistake_exits_2_quickly_and_loads_neither_torch_nor_numpy() -> None:
-    code, out, err = outside(*SOUND.split(), "--num-layesr", "3")
-    assert (code, out, err) == (2, "", "error: --num-layesr is unknown: did you mean --num-layers?\n")
-    code, out, err = outside(*SOUND.split())
-    assert (code, out, err) == (0, "2\n", "")
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """What a program answers to words and variables: exit code (of a run 0), output, errors."""
+
+    def call(*words: str, **env: str) -> tuple[int, str, str]:
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            try:
+                parse_config(words, prog="train.py", description="Trains.")
+                code: object = 0
+            except SystemExit as end:
+                code = end.code
+        captured = capsys.readouterr()
+        assert isinstance(code, int)
+        return code, captured.out, captured.err
+
+    return call
 
 
-def test_only_rank_0_speaks() -> None:
+def test_only_rank_0_speaks(answer: Callable[..., tuple[int, str, str]]) -> None:
     for words in (["--nonsense"], ["--help"], [*SOUND.split(), "--print-config"]):
-        loud = outside(*words, RANK="0", WORLD_SIZE="2")
-        quiet = outside(*words, RANK="1", WORLD_SIZE="2")
+        loud, quiet = answer(*words, RANK="0", WORLD_SIZE="2"), answer(*words, RANK="1", WORLD_SIZE="2")
         assert loud[0] == quiet[0] == (2 if words == ["--nonsense"] else 0)
         assert quiet[1:3] == ("", "") and (loud[1] or loud[2])
 
 
-def test_help_names_every_flag_with_unit_and_default() -> None:
-    code, out, err = outside("--help", COLUMNS="100")
+def test_help_names_every_flag_with_unit_and_default(answer: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = answer("--help", COLUMNS="100")
     assert (code, err) == (0, "")
     assert out.startswith("usage: train.py") and "Trains." in out and out.index("--num-layers INT") < out.index("--num-experts INT")
     text = " ".join(out.split())
@@ -431,21 +447,16 @@ def test_help_names_every_flag_with_unit_and_default() -> None:
     for cls in GROUPS.values():
         assert cls.__doc__ is not None and cls.__doc__ in text
         for name, kind in field_kinds(cls).items():
-            flag = "--" + name.replace("_", "-")
-            shown = f"--no-{name.replace('_', '-')}" if kind.base == "bool" and cls.__dataclass_fields__[name].default is True else flag
-            assert shown in words, shown
+            is_on = kind.base == "bool" and cls.__dataclass_fields__[name].default is True
+            assert f"--{'no-' if is_on else ''}{name.replace('_', '-')}" in words
     assert "--num-layers INT transformer blocks (required)" in text and "so many steps [steps; default: 100]" in text
     assert "--swiglu gated SiLU MLP --geglu" in text and "{None}" not in out and "None" not in words and "False" not in words
     assert "--num-query-groups, --num-key-value-heads INT key/value heads" in text and "--model-family {gpt,bert} what is trained" in text
 
 
 @pytest.mark.parametrize("columns", [60, 100])
-def test_help_fits_the_terminal_and_breaks_no_flag(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    print_help("train.py", "Trains.")
-    lines = capsys.readouterr().out.splitlines()
+def test_help_fits_the_terminal_and_breaks_no_flag(columns: int, answer: Callable[..., tuple[int, str, str]]) -> None:
+    lines = answer("--help", COLUMNS=str(columns))[1].splitlines()
     names = [line for line in lines if re.match(r"  -", line)]  # a flag's own line is as long as its names and choices
     assert len(names) > 150 and max(len(line) for line in lines if line not in names) <= columns
     assert not [line for line in lines if line.endswith("-")]
@@ -457,16 +468,16 @@ def test_help_into_a_closed_pipe_is_silent() -> None:
     assert done.stdout.startswith("usage: train.py") and "Traceback" not in done.stderr
 
 
-def test_world_size_comes_from_the_launcher() -> None:
-    code, _, err = outside(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="2")
+def test_world_size_comes_from_the_launcher(answer: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = answer(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="2")
     assert code == 2 and "(1 * 2 = 2): 3 = 1 * 2 + 1" in err
-    assert outside(*SOUND.split(), "--global-batch-size", "3", "--print-config", WORLD_SIZE="3")[0] == 0
-    code, _, err = outside(*SOUND.split(), WORLD_SIZE="many")
+    assert answer(*SOUND.split(), "--global-batch-size", "3", "--print-config", WORLD_SIZE="3")[0] == 0
+    code, _, err = answer(*SOUND.split(), WORLD_SIZE="many")
     assert code == 2 and "WORLD_SIZE is 'many', not a number" in err
 
 
-def test_print_config_goes_back_in(tmp_path: Path) -> None:
-    code, out, err = outside(*SOUND.split(), "--bf16", "--print-config")
+def test_print_config_goes_back_in(answer: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    code, out, err = answer(*SOUND.split(), "--bf16", "--print-config")
     assert code == 0 and err == ""
     (tmp_path / "again.yaml").write_text(out)
-    assert outside("--config", str(tmp_path / "again.yaml"), "--print-config")[1] == out
+    assert answer("--config", str(tmp_path / "again.yaml"), "--print-config")[1] == out

@@ -361,10 +361,10 @@ def kinds(texts: list[str]) -> set[str]:
 
 
 def test_what_a_message_recommends_works() -> None:
-    """Some hundred layouts of a grid: with a recommended value the message is gone and no other has come."""
+    """Some layouts of a grid: with a recommended value the message is gone and no other has come."""
     tried: dict[str, int] = {}
     sizes = itertools.product((1, 2, 3, 6, 8), (1, 2, 3, 4), (1, 2, 3, 4), (4, 7, 10, 12), (None, 1, 2, 4, 5), (None, 30, 36), (None, 8))
-    for processes, tp, sp, heads, groups, ffn, width in random.Random(0).sample(list(sizes), 150):
+    for processes, tp, sp, heads, groups, ffn, width in random.Random(0).sample(list(sizes), 60):
         fields: dict[str, Any] = {
             "tensor_model_parallel_size": tp, "sequence_parallel_size": sp, "num_attention_heads": heads,
             "hidden_size": 840, "num_query_groups": groups, "ffn_hidden_size": ffn, "kv_channels": width,
@@ -377,7 +377,7 @@ def test_what_a_message_recommends_works() -> None:
                 left = violations(config(**changed), value if name == "processes" else processes)
                 assert kinds(left) <= kinds(texts) - kinds([text]), (processes, fields, text, name, value, left)
                 tried[name] = tried.get(name, 0) + 1
-    assert tried.keys() == {"processes", *_FLAGS} and min(tried.values()) > 10, tried
+    assert tried.keys() == {"processes", *_FLAGS} and min(tried.values()) > 3, tried
 
 
 def test_every_lowest_value_is_allowed_and_the_next_lower_is_not() -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paths import ROOT
 
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
 from megatron_sp.config.flags.settings import MAX_FILE_BYTES
@@ -424,21 +420,3 @@ def test_the_printed_configuration_holds_what_the_file_said(path: Path, tmp_path
     again = config_from_args(["--config", f"{tmp_path}/again.yaml"], world_size=1)
     assert again == config and again.parallel.zero_stage == 3
     assert "# ignored: ds.json: x (unknown)\n" in config_as_yaml(config)
-
-
-def test_neither_torch_nor_numpy_is_loaded(path: Path) -> None:
-    path.write_text(json.dumps(zero(stage=1) | {"train_micro_batch_size_per_gpu": 1}))
-    program = (
-        "import sys; from megatron_sp.commands.pretrain import parse_config as p; print(p().parallel.zero_stage, 'torch' in sys.modules)"
-    )
-    words = [*SHAPE.split(), "--lr", "1", "--deepspeed_config", str(path)]
-    run = [sys.executable, "-c", program, *words]
-    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert (done.stdout, done.stderr, done.returncode) == ("1 False\n", "", 0)
-    wrong = subprocess.run([*run, "--micro-batch-size", "2"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert (
-        wrong.returncode == 2
-        and wrong.stdout == ""
-        and wrong.stderr.count("\n") == 1
-        and "(1) contradicts --micro-batch-size (2)" in wrong.stderr
-    )

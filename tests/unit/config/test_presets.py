@@ -62,14 +62,15 @@ def test_the_width_of_a_head() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_number_is_that_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every parameter of the whole model is made, without storage; the rows that pad the vocabulary are not counted."""
+    """Every parameter of one and of two layers is made, without storage, and the others are as the second."""
     monkeypatch.setattr(layers, "draw_normal", lambda shape, *_: torch.empty(shape, device="meta"))
     preset = PRESETS[name]
     config = ModelConfig(**preset.flags, model_family=preset.family, make_vocab_size_divisible_by=1)
     make = bert.BertModel if preset.family == "bert" else gpt.GPTModel
     with torch.device("meta"):
-        model = make(config, KernelConfig(), seed=1, dtype=torch.bfloat16)
-    assert sum(p.numel() for p in model.parameters()) == preset.num_params == count_parameters(config)
+        models = [make(dataclasses.replace(config, num_layers=n), KernelConfig(), seed=1, dtype=torch.bfloat16) for n in (1, 2)]
+    one, two = (sum(p.numel() for p in model.parameters()) for model in models)
+    assert one + (config.num_layers - 1) * (two - one) == preset.num_params == count_parameters(config)
 
 
 @pytest.mark.parametrize("flags", [{"bert_no_binary_head": True}, {"num_tokentypes": 0}, {"normalization": "RMSNorm"}])
