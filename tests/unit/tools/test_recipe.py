@@ -61,7 +61,7 @@ class Starts:
 def on_host(gpus: list[int], *users: str, **variables: str) -> Starts:
     starts = Starts()
     argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--", *users]
-    assert run(argv, {**EIGHT, **variables}, start=starts, gpus=lambda: gpus) == 0
+    assert run(argv, {**EIGHT, "OVERLAP": "none", **variables}, start=starts, gpus=lambda: gpus) == 0  # one plan, not one for each mode
     return starts
 
 
@@ -110,6 +110,7 @@ def test_every_variable_of_the_scripts_and_their_launcher_is_known_and_in_the_ta
     assert set(LAUNCHER_NAMES) - {"PYTHON"} <= set(re.findall(r"[A-Z_]{6,}", header))
 
 
+@pytest.mark.long
 def test_a_dry_run_says_speed_time_and_cost_as_the_planner_does(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the modes of exchanges it takes the fastest, as a run does."""
     argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
@@ -128,8 +129,8 @@ def test_a_dry_run_says_speed_time_and_cost_as_the_planner_does(capsys: pytest.C
 
 
 def test_a_dry_run_for_other_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
-    assert run(argv, {**EIGHT, "DRY_RUN": "1", "NNODES": "2", "GPU_TYPE": "a100-80g", "LINK_TYPE": "eth-100g"}) == 0
+    argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--", "--seq-length", "512"]
+    assert run(argv, {**EIGHT, "DRY_RUN": "1", "NNODES": "2", "SP": "1", "GPU_TYPE": "a100-80g", "LINK_TYPE": "eth-100g"}) == 0
     said = capsys.readouterr().out
     assert "on a100-80g (nvlink3, eth-100g between hosts)\n" in said and "cost        PRICE_PER_GPU_HOUR=2.5" in said
     for name, value in (("GPU_TYPE", "a100-80"), ("LINK_TYPE", "ib-40g")):
@@ -138,7 +139,7 @@ def test_a_dry_run_for_other_machines(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_made_up_tokens_cannot_be_missed() -> None:
-    made_up = recipe()
+    made_up = recipe(SP="1")
     block = describe(made_up, plan_run(made_up.config, made_up.world_size)).splitlines()[-4:]
     assert len({len(line) for line in block}) == 1 and "MADE-UP TOKENS" in block[1] and "DATA_PATH=PREFIX" in block[2]
     small = recipe(SMOKE="1")
@@ -201,7 +202,7 @@ def test_context_parallelism_between_hosts() -> None:
 
 
 def test_pipelines() -> None:
-    made = recipe(PP="4", SP="1", PP_SCHEDULE="zb1p")
+    made = recipe(PP="4", SP="1", PP_SCHEDULE="zb1p", flags=own(seq_length=512))
     assert "--pipeline-model-parallel-size 4 --pipeline-schedule zb1p --zero-stage 1" in " ".join(made.flags)
     assert "tp 1, sp 1, pp 4 (zb1p), dp 2" in describe(made, plan_run(made.config, made.world_size))
     flags = " ".join(recipe(PP="2").flags)
@@ -336,7 +337,7 @@ def test_the_end_of_a_smoke_test() -> None:
 
 
 def test_what_is_told_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    starts = on_host([80 * GIB] * 8, "--lr", "2e-4", NNODES="2", NODE_RANK="0")
+    starts = on_host([80 * GIB] * 8, "--lr", "2e-4", NNODES="2", NODE_RANK="0", OVERLAP="auto")
     told = capsys.readouterr().out
     for part in (
         "pretrain_gpt_7b_16k\n", "gpt-6.7b: 6.7 B (6,717,124,608) parameters, 32 layers, hidden 4096, 32 heads, sequences of 16,384 tokens",
@@ -377,7 +378,7 @@ def test_questions_are_answered_without_gpus() -> None:
 
 
 def test_a_run_on_cpus_asks_for_no_gpu() -> None:
-    assert on_host([], "--device", "cpu").command[1].endswith("launch.sh")
+    assert on_host([], "--device", "cpu", "--seq-length", "512").command[1].endswith("launch.sh")
 
 
 def test_a_message_names_the_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
