@@ -50,11 +50,12 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add("--json", action="store_true", help="print it as JSON")
 
-    add = action("merge", _merge, "join data sets, one after another, such as the parts that array jobs have made")
+    text = "join data sets, one after another, such as the parts that array jobs have made"
+    add = action("merge", _merge_or_split, text)
     add("prefix", nargs="+", metavar="PREFIX", help="in order; names of their files will do: x-*-of-00008.idx")
     add("--output", required=True, metavar="PREFIX", help="the new data set")
 
-    add = action("split", _split, "cut a data set into several of consecutive documents")
+    add = action("split", _merge_or_split, "cut a data set into several of consecutive documents")
     add("prefix", metavar="PREFIX", help=prefix)
     add("--weights", required=True, metavar="A,B,...", help="of the numbers of documents, such as 97,3")
     add("--output", required=True, nargs="+", metavar="PREFIX", help="the new data sets, one for each weight")
@@ -149,18 +150,13 @@ def _inspect(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _merge(args: argparse.Namespace) -> int:
+def _merge_or_split(args: argparse.Namespace) -> int:
     from megatron_sp.data.indexed_dataset import summary
-    from megatron_sp.data.writer import merge_datasets
+    from megatron_sp.data.writer import merge_datasets, split_dataset
 
-    print(summary(merge_datasets(args.prefix, args.output)))
-    return EXIT_OK
-
-
-def _split(args: argparse.Namespace) -> int:
-    from megatron_sp.data.indexed_dataset import summary
-    from megatron_sp.data.writer import split_dataset
-
+    if "weights" not in args:
+        print(summary(merge_datasets(args.prefix, args.output)))
+        return EXIT_OK
     try:
         weights = [float(word) for word in args.weights.split(",")]
     except ValueError:

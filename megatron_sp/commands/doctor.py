@@ -70,10 +70,12 @@ def run(as_json: bool = False) -> int:
 def examine() -> list[Finding]:
     """Return all rows; a check that raises becomes a row instead of ending the report."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _python, _torch, _devices, _allocator, _backends, _required, _kernels, _extras, _disk, _shared_memory,
+        _torch, _devices, _allocator, _backends, _required, _kernels, _extras, _disk, _shared_memory,
         _processors, _open_files,
     )  # fmt: skip
-    rows: list[Finding] = []
+    good, version = sys.version_info >= (3, 10), ".".join(map(str, sys.version_info[:3]))
+    remedy = "" if good else "use Python 3.10 or later"
+    rows = [Finding("Python", "ok" if good else "lack", f"{version} at {sys.executable}", remedy)]
     for check in checks:
         try:
             rows.extend(check())
@@ -86,12 +88,6 @@ def examine() -> list[Finding]:
 def _noted(name: str, found: str, remedy: str) -> Finding:
     # a row that warns if there is a remedy
     return Finding(name, "warn" if remedy else "ok", found, remedy)
-
-
-def _python() -> Iterator[Finding]:
-    good, version = sys.version_info >= (3, 10), ".".join(map(str, sys.version_info[:3]))
-    remedy = "" if good else "use Python 3.10 or later"
-    yield Finding("Python", "ok" if good else "lack", f"{version} at {sys.executable}", remedy)
 
 
 def _torch() -> Iterator[Finding]:
@@ -185,10 +181,8 @@ def _required() -> Iterator[Finding]:
         if not version or version_numbers(version) < version_numbers(oldest):
             lacking.append(found[-1])
             wanted.append(f"'{name}>={oldest}'")
-    if lacking:
-        yield Finding("required packages", "lack", ", ".join(lacking), f"pip install {' '.join(wanted)}")
-    else:
-        yield Finding("required packages", "ok", ", ".join(found))
+    remedy = f"pip install {' '.join(wanted)}" if lacking else ""
+    yield Finding("required packages", "lack" if lacking else "ok", ", ".join(lacking or found), remedy)
 
 
 def _kernels() -> Iterator[Finding]:

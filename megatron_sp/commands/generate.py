@@ -105,7 +105,18 @@ def _run(options: argparse.Namespace, launch: Launch) -> None:
     if texts is not None:
         _continue(decoder, tokenizer, texts, options, sampling, team)
         return
-    asked = _ask_for_prompts() if team.rank == 0 else iter(())
+
+    def ask() -> Iterator[str]:
+        while True:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                print(file=sys.stderr)
+                return
+            if line.strip():
+                yield line.rstrip("\n")
+
+    asked = ask() if team.rank == 0 else iter(())
     while (text := team.broadcast(next(asked, None))) is not None:
         try:
             _continue(decoder, tokenizer, [text], options, sampling, team)
@@ -129,23 +140,8 @@ def _read_lines(path: str | None) -> list[str]:
     return lines
 
 
-def _ask_for_prompts() -> Iterator[str]:
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            print(file=sys.stderr)
-            return
-        if line.strip():
-            yield line.rstrip("\n")
-
-
 def load(options: argparse.Namespace, team: Team) -> tuple[GPTModel, Tokenizer, str]:
-    """Load the model and the tokenizer of a checkpoint; also return a line that describes it.
-
-    Raises:
-        CheckpointError, ConfigError, DataError: model or tokenizer cannot be loaded.
-    """
+    """Load the model and the tokenizer of a checkpoint; also return a line that describes it."""
     from megatron_sp.inference import team as inference
     from megatron_sp.models.gpt import GPTModel
 

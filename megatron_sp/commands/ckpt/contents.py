@@ -16,24 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_sp.checkpoint.manifest import Manifest, read_manifest, read_state
-from megatron_sp.commands.ckpt.folders import (
-    SHORT_DTYPES,
-    STEP,
-    WEIGHTS,
-    Record,
-    Tensors,
-    Total,
-    by_kind,
-    date,
-    facts,
-    kind_of,
-    layout_words,
-    look_at,
-    plural,
-    step_folder,
-    warn,
-    weights_of,
-)  # fmt: skip
+from megatron_sp.commands.ckpt import folders
+from megatron_sp.commands.ckpt.folders import WEIGHTS, Record, Tensors, kind_of, plural, warn
 from megatron_sp.config import schema
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError
@@ -62,15 +46,8 @@ _MAX_ROWS = 20
 
 
 def show(path: Path, ckpt_step: int | None, *, tensors: str | None, values: Sequence[str], as_json: bool) -> int:
-    """Print one checkpoint in full; return the exit code.
-
-    Args:
-        tensors: list the tensors whose names match this pattern; None: list none.
-        values: names or patterns of tensors whose values are read for statistics.
-    Raises:
-        CheckpointError: the checkpoint is missing, its manifest or state is damaged, or no tensor matches.
-    """
-    step_dir = step_folder(path, ckpt_step)
+    """Print one checkpoint in full, the tensors that match a pattern, and statistics of the ``values`` of some."""
+    step_dir = folders.step_folder(path, ckpt_step)
     listed, state = read_manifest(step_dir), read_state(step_dir)
     listing = [] if tensors is None else _matching(listed.tensors, tensors)
     wanted = list(dict.fromkeys(name for pattern in values for name in _matching(listed.tensors, pattern)))
@@ -78,9 +55,9 @@ def show(path: Path, ckpt_step: int | None, *, tensors: str | None, values: Sequ
     if tensors is not None:
         record["tensors"] = {}
         for name in listing:
-            (dtype, shape), total = listed.tensors[name], Total()
+            (dtype, shape), total = listed.tensors[name], folders.Total()
             total.add(dtype, shape)
-            row = {"dtype": SHORT_DTYPES.get(dtype, dtype), "shape": list(shape), "bytes": total.num_bytes}
+            row = {"dtype": folders.SHORT_DTYPES.get(dtype, dtype), "shape": list(shape), "bytes": total.num_bytes}
             record["tensors"][name] = row | {"kind": kind_of(name)[0]}
     if wanted:
         from megatron_sp.commands.ckpt.tensors import read_values
@@ -101,7 +78,7 @@ def _matching(tensors: Tensors, pattern: str) -> list[str]:
 
 
 def _checkpoint_record(step_dir: Path, listed: Manifest, state: Record) -> Record:
-    entry = look_at(step_dir, listed.step, STEP)
+    entry = folders.look_at(step_dir, listed.step, folders.STEP)
     config, warnings = None, ["state.json has no configuration"]
     if state.get("config") is not None:
         try:
@@ -111,19 +88,20 @@ def _checkpoint_record(step_dir: Path, listed: Manifest, state: Record) -> Recor
     for warning in [*(f"{step_dir}: {problem}" for problem in entry.problems), *warnings]:
         warn(warning)
     changed = {} if config is None else schema.diff(Config(), config)
-    modules: dict[str, Total] = {}  # a module of all layers is one entry, with ``*`` for the layer's number
-    for name, (dtype, shape) in sorted(weights_of(listed.tensors).items()):
+    modules: dict[str, folders.Total] = {}  # a module of all layers is one entry, with ``*`` for the layer's number
+    for name, (dtype, shape) in sorted(folders.weights_of(listed.tensors).items()):
         module = re.sub(r"\.[0-9]+(?=\.)", ".*", name).rpartition(".")[0] or name
-        modules.setdefault(module, Total()).add(dtype, shape)
+        modules.setdefault(module, folders.Total()).add(dtype, shape)
     return {
         "path": str(entry.path), "saved": entry.saved, "bytes": listed.num_bytes, "files": len(listed.files),
-        "complete": not entry.problems, **facts(listed, state), "model": None if config is None else _model(config),
+        "complete": not entry.problems, **folders.facts(listed, state),
+        "model": None if config is None else _model(config),
         "progress": {key: state[key] for key in _PROGRESS if key in state},
         **{key: state.get(key) for key in (*_STATE, "versions")},
         "changed_flags": {key: {"value": value, "default": default} for key, (default, value) in changed.items()},
         "by_kind": [
-            {"kind": kind, "dtype": SHORT_DTYPES.get(dtype, dtype), **vars(total)}
-            for (kind, dtype), total in by_kind(listed.tensors).items()
+            {"kind": kind, "dtype": folders.SHORT_DTYPES.get(dtype, dtype), **vars(total)}
+            for (kind, dtype), total in folders.by_kind(listed.tensors).items()
         ],
         "by_module": {module: vars(total) for module, total in modules.items()},
         "other_state": sorted(set(state) - _KNOWN_STATE),
@@ -144,14 +122,14 @@ def _model(config: Config) -> str:
 
 
 def _checkpoint_lines(record: Record) -> list[str]:
-    fingerprint, versions = record["data_fingerprint"], record["versions"]
+    fingerprint, versions, size = record["data_fingerprint"], record["versions"], format_bytes(record["bytes"])
     progress = ", ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in record["progress"].items())
     rows = [
-        ("saved", f"{date(record['saved'])}, {format_bytes(record['bytes'])} in {plural(record['files'], 'file')}"),
+        ("saved", f"{folders.date(record['saved'])}, {size} in {plural(record['files'], 'file')}"),
         ("model", record["model"] or "unknown: no configuration"),
         ("parameters", f"{format_parameters(record['parameters'])} {'+'.join(record['dtypes'])}"),
         ("optimizer", ", ".join(record["optimizer"]) or "none"), ("progress", progress),
-        ("processes", layout_words(record["layout"])), ("schedule", _pairs(record["schedule"])),
+        ("processes", folders.layout_words(record["layout"])), ("schedule", _pairs(record["schedule"])),
         ("loss scaler", _pairs(record["loss_scaler"])), ("data", "-" if fingerprint is None else str(fingerprint)[:16]),
         ("versions", _pairs(versions if isinstance(versions, dict) else {})),
         *([("other state", ", ".join(record["other_state"]))] if record["other_state"] else []),
@@ -228,37 +206,32 @@ class TensorDifference(NamedTuple):
 def diff(
     a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: float | None, atol: float | None, as_json: bool
 ) -> int:
-    """Compare two checkpoints and print the differences; return 0 if they are the same, 1 if they differ.
+    """Print the differences of two checkpoints, or of the ``tensors`` that match a pattern; return 0 if there are none.
 
-    Args:
-        tensors: compare only tensors whose names match this pattern; None: everything.
-        rtol, atol: tolerances; if both are None, values and dtypes must be equal.
-    Raises:
-        ConfigError: a tolerance is not a finite number >= 0.
-        CheckpointError: a checkpoint is missing or damaged, or no tensor matches.
+    Without tolerances values and dtypes must be equal.
     """
     for name, value in (("--rtol", rtol), ("--atol", atol)):
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{name} ({value}) must be a number of at least 0")
-    folders = step_folder(a), step_folder(b)
-    lists = read_manifest(folders[0]), read_manifest(folders[1])
-    rows = [] if tensors is not None else _state_differences(folders, lists)
+    step_dirs = folders.step_folder(a), folders.step_folder(b)
+    lists = read_manifest(step_dirs[0]), read_manifest(step_dirs[1])
+    rows = [] if tensors is not None else _state_differences(step_dirs, lists)
     pattern = tensors or "*"
     chosen: list[Tensors] = []
     for listed in lists:
-        kept = weights_of(listed.tensors) if weights_only else listed.tensors
+        kept = folders.weights_of(listed.tensors) if weights_only else listed.tensors
         chosen.append({name: kept[name] for name in kept if name == pattern or fnmatchcase(name, pattern)})
     if tensors is not None and not any(chosen):
-        where, way = f"{folders[0]} or {folders[1]}", "see megatron-sp ckpt show STEP --tensors"
+        where, way = f"{step_dirs[0]} or {step_dirs[1]}", "see megatron-sp ckpt show STEP --tensors"
         raise CheckpointError(f"no tensor of {where} matches {tensors!r}: {way}")
-    differing = _tensor_differences(folders, chosen[0], chosen[1], rtol, atol)
+    differing = _tensor_differences(step_dirs, chosen[0], chosen[1], rtol, atol)
     compared, same = len(set(chosen[0]) | set(chosen[1])), not differing and not any(row.counts for row in rows)
     if as_json:
         records = [row._asdict() for row in differing]
         for tensor in records:  # JSON has no infinities: they become words
             tensor |= {key: str(x) for key, x in tensor.items() if isinstance(x, float) and not math.isfinite(x)}
         record = {
-            "a": str(folders[0]), "b": str(folders[1]), "same": same, "state": [row._asdict() for row in rows],
+            "a": str(step_dirs[0]), "b": str(step_dirs[1]), "same": same, "state": [row._asdict() for row in rows],
             "compared_tensors": compared, "tensors": records,
         }  # fmt: skip
         print(json.dumps(record, indent=1))
@@ -266,14 +239,15 @@ def diff(
         equal = f"{compared - len(differing):,} of {plural(compared, 'tensor')} equal"
         equal += "" if rtol is None and atol is None else " within the tolerances"
         verdict = f"{'the same' if same else 'different'}: {equal}"
-        print(f"a: {folders[0]}", f"b: {folders[1]}", *_difference_lines(rows, differing), verdict, sep="\n")
+        print(f"a: {step_dirs[0]}", f"b: {step_dirs[1]}", *_difference_lines(rows, differing), verdict, sep="\n")
     return EXIT_OK if same else EXIT_DIFFERENT
 
 
-def _state_differences(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Difference]:
+def _state_differences(step_dirs: Sequence[Path], lists: Sequence[Manifest]) -> list[Difference]:
     # the differences of ``state.json``: progress, schedule, flags; layout and versions do not count
-    states = [read_state(folder) for folder in folders]
-    layouts = [layout_words(facts(listed, state)["layout"]) for listed, state in zip(lists, states, strict=True)]
+    states = [read_state(folder) for folder in step_dirs]
+    known = [folders.facts(*checkpoint) for checkpoint in zip(lists, states, strict=True)]
+    layouts = [folders.layout_words(row["layout"]) for row in known]
     rows = [Difference(key, states[0].get(key), states[1].get(key)) for key in (*_PROGRESS, *_STATE)]
     rows.append(Difference("processes", layouts[0], layouts[1], counts=False))
     rows.append(Difference("versions", states[0].get("versions"), states[1].get("versions"), counts=False))
@@ -288,19 +262,19 @@ def _state_differences(folders: Sequence[Path], lists: Sequence[Manifest]) -> li
 
 
 def _tensor_differences(
-    folders: Sequence[Path], a: Tensors, b: Tensors, rtol: float | None, atol: float | None
+    step_dirs: Sequence[Path], a: Tensors, b: Tensors, rtol: float | None, atol: float | None
 ) -> list[TensorDifference]:  # fmt: skip
     # the tensors that are in one checkpoint only, or differ in dtype, shape or values
     from megatron_sp.commands.ckpt.tensors import distances
 
     def words(tensor: tuple[str, tuple[int, ...]] | None) -> str | None:
-        return None if tensor is None else f"{SHORT_DTYPES.get(tensor[0], tensor[0])} {list(tensor[1])}"
+        return None if tensor is None else f"{folders.SHORT_DTYPES.get(tensor[0], tensor[0])} {list(tensor[1])}"
 
     both = [name for name in sorted(set(a) & set(b)) if a[name][1] == b[name][1]]
     others = sorted((set(a) | set(b)) - set(both))
     rows = [TensorDifference(name, words(a.get(name)), words(b.get(name))) for name in others]
     is_exact = rtol is None and atol is None
-    for name, far in distances(folders, both, rtol or 0.0, atol or 0.0):
+    for name, far in distances(step_dirs, both, rtol or 0.0, atol or 0.0):
         if far.beyond or (is_exact and a[name][0] != b[name][0]):
             found = far.max_abs, far.max_rel(), far.beyond, far.count
             rows.append(TensorDifference(name, words(a[name]), words(b[name]), *found))

@@ -281,10 +281,7 @@ def _record(listing: Survey) -> Record:
 
 
 def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | None) -> int:
-    """Print all problems of a checkpoint, or of ``every`` one of a run; return 0, or 3 if there is any.
-
-    ``deep`` checks the tensors themselves, too: ``tensors.deep_problems``, which needs torch.
-    """
+    """Print all problems of a checkpoint, or of ``every`` one of a run; ``deep`` looks at tensors, too, with torch."""
     if every:
         place = _resolve(path)
         if place.only is not None or ckpt_step is not None:
@@ -345,13 +342,6 @@ def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftover
     """Delete old checkpoints and leftovers of a run, under its lock, but never the newest sound checkpoint.
 
     Every checkpoint to keep is read in full first: a damaged one does not count as kept.
-
-    Raises:
-        ConfigError: the flags request nothing, or are out of range.
-        LockError: a job is writing to this run.
-        CheckpointError: the path is not a run, there is no sound checkpoint to keep, or a leftover folder may still be
-            needed.
-        DiskError: a folder cannot be deleted.
     """
     if keep_last is None and not leftovers:
         way = "give --keep-last N for old checkpoints, --leftovers for left-over folders, or both"

@@ -18,25 +18,9 @@ from megatron_sp.checkpoint import load, stream
 from megatron_sp.checkpoint import manifest as files
 from megatron_sp.checkpoint.manifest import Manifest, read_manifest, read_state
 from megatron_sp.checkpoint.pieces import tiling_problem
-from megatron_sp.checkpoint.stream import (
-    FiniteTensors,
-    NativeReader,
-    Source,
-    TensorInfo,
-    TensorReader,
-    write_checkpoint,
-)  # fmt: skip
-from megatron_sp.commands.ckpt.folders import (
-    WEIGHTS,
-    Tensors,
-    byte_problems,
-    kind_of,
-    plural,
-    progress,
-    step_folder,
-    warn,
-    weights_of,
-)  # fmt: skip
+from megatron_sp.checkpoint.stream import NativeReader, TensorReader
+from megatron_sp.commands.ckpt import folders
+from megatron_sp.commands.ckpt.folders import WEIGHTS, Tensors, kind_of, plural, progress, warn
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import Config
 from megatron_sp.data.tokenizers import kept
@@ -118,11 +102,11 @@ def read_values(step_dir: Path, names: Sequence[str]) -> dict[str, dict[str, Any
 
 @dataclass
 class Distance:
-    """Distance of values a from values b."""
+    """Distance of values a from values b; NaN equals NaN."""
 
     max_abs: float = 0.0  # max|a-b|; inf if only one of the two is finite, or they are different infinities
     largest: float = 0.0  # max|b| over finite values
-    beyond: int = 0  # number of values with |a-b| > atol + rtol*|b|; NaN equals NaN
+    beyond: int = 0  # number of values with |a-b| > atol + rtol*|b|
     count: int = 0
 
     @classmethod
@@ -161,10 +145,10 @@ class Distance:
 
 
 def distances(
-    folders: Sequence[Path], names: Sequence[str], rtol: float, atol: float
+    step_dirs: Sequence[Path], names: Sequence[str], rtol: float, atol: float
 ) -> Iterator[tuple[str, Distance]]:
     """Yield the distance of each of these tensors, which have the same shape in both checkpoints."""
-    readers = [NativeReader(folder, verified=True) for folder in folders]
+    readers = [NativeReader(folder, verified=True) for folder in step_dirs]
     infos = [reader.tensors() for reader in readers]
     with progress("comparing", sum(infos[0][name].num_bytes for name in names)) as add:
         for name in names:
@@ -179,10 +163,7 @@ def distances(
 
 
 def deep_problems(step_dir: Path, listed: Manifest) -> list[str]:
-    """Return what is wrong beyond the bytes of the files.
-
-    Tensors must be complete, finite, consistent, and have the configuration's shapes.
-    """
+    """Return what is wrong beyond the bytes: tensors are to be complete, finite, and of the configuration's shapes."""
     index: load.Index = defaultdict(list)
     problems, whole = [], set()
     for file in load.data_files(listed):
@@ -222,7 +203,7 @@ def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
 
 def _unpaired(tensors: Tensors) -> Iterator[str]:
     # optimizer state without its weight, of another shape, or incomplete
-    weights, owned = weights_of(tensors), defaultdict(set)
+    weights, owned = folders.weights_of(tensors), defaultdict(set)
     for name, (_, shape) in sorted(tensors.items()):
         kind, weight = kind_of(name)
         if kind == WEIGHTS:
@@ -248,7 +229,7 @@ def _of_another_shape(step_dir: Path, listed: Manifest) -> Iterator[str]:
     except (ReportedError, OSError) as error:
         yield f"the shapes of the configuration's model cannot be determined: {error}"
         return
-    weights = weights_of(listed.tensors)
+    weights = folders.weights_of(listed.tensors)
     for name, shape in sorted(expected.items()):
         if name not in weights:
             yield f"{name} {list(shape)} is missing: the configuration's model has it"
@@ -293,38 +274,27 @@ def merge(
     path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None,
     allow_non_finite: bool = False,
 ) -> int:  # fmt: skip
-    """Rewrite a checkpoint of many processes as one of a single process, one tensor at a time; return the exit code.
-
-    Args:
-        output: run folder to create.
-        dtype: of the weights; None: unchanged.
-        allow_non_finite: write tensors that have NaN or infinities in them, too, with a warning.
-    Raises:
-        ConfigError: ``dtype`` is given without ``weights_only``.
-        CheckpointError: the checkpoint is missing, damaged or not finite, or the output already has checkpoints.
-        DataError: the run's copy of its tokenizer is damaged.
-        DiskError, LockError: the output cannot be written.
-    """
+    """Rewrite a checkpoint of many processes as one of a single process, tensor by tensor, in a new run folder."""
     if dtype is not None and not weights_only:
         raise ConfigError(
             f"--dtype {dtype} needs --weights-only: a run goes on from unrounded weights, so only weights for use,"
             " or to finetune, can be converted"
         )
     stream.require_no_checkpoint(output)  # before the source is read
-    step_dir = step_folder(path, ckpt_step)
+    step_dir = folders.step_folder(path, ckpt_step)
     listed = read_manifest(step_dir)
-    files.require_none(step_dir, byte_problems(step_dir, listed))
+    files.require_none(step_dir, folders.byte_problems(step_dir, listed))
     reader = NativeReader(step_dir, verified=True)
-    finite = FiniteTensors(allow=allow_non_finite)
+    finite = stream.FiniteTensors(allow=allow_non_finite)
     sources = _sources(reader, finite, weights_only, None if dtype is None else DTYPES[dtype])
     state = dict(reader.state)
     state["layout"] = {"world_size": 1, "dp": 1, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "sp_overlap": None}
     state |= {"has_optimizer": False} if weights_only else {}
     is_new = not output.exists()
     try:
-        with progress("merging", sum(TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as add:
+        with progress("merging", sum(stream.TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as add:
             _copy_tokenizer(state, step_dir, output)
-            written = write_checkpoint(output, listed.step, sources, state, progress=add)
+            written = stream.write_checkpoint(output, listed.step, sources, state, progress=add)
     except BaseException:
         if is_new:  # the tokenizer is there before the tensors
             shutil.rmtree(output, ignore_errors=True)
@@ -332,7 +302,7 @@ def merge(
     for note in finite.notes():
         warn(note)
     new = read_manifest(written)
-    files.require_none(written, byte_problems(written, new))
+    files.require_none(written, folders.byte_problems(written, new))
     processes = plural(listed.world_size, "process", "processes")
     was = f"{format_bytes(listed.num_bytes)} in {plural(len(listed.files), 'file')} of {processes}"
     size = f"{format_bytes(new.num_bytes)} in {plural(len(new.files), 'file')}, {plural(len(new.tensors), 'tensor')}"
@@ -341,8 +311,8 @@ def merge(
 
 
 def _sources(
-    reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None
-) -> dict[str, Source]:
+    reader: NativeReader, finite: stream.FiniteTensors, weights_only: bool, dtype: torch.dtype | None
+) -> dict[str, stream.Source]:
     def read(name: str, wanted: torch.dtype) -> Tensor:
         return finite.look(name, reader.read(name), wanted).to(wanted)
 
@@ -353,7 +323,7 @@ def _sources(
         # weights of another dtype come from the master weights, to round only once
         wanted, master = stored_dtype(name, stored, dtype), f"optimizer.master.{name}"
         origin = master if wanted != stored and master in tensors else name
-        sources[name] = Source(shape, wanted, partial(read, origin, wanted))
+        sources[name] = stream.Source(shape, wanted, partial(read, origin, wanted))
     return sources
 
 

@@ -13,9 +13,8 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
     actions = schedule.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
-        parser: argparse.ArgumentParser = actions.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}."
-        )
+        description = f"{text[0].upper()}{text[1:]}."
+        parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description)
         parser.set_defaults(run=_run, action=name)
         return parser
 

@@ -42,7 +42,7 @@ Batch = dict[str, Any]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run an action; return the exit code. Raises ReportedError."""
+    """Run an action; return the exit code."""
     if args.factory and (args.class_name or args.settings):
         raise ConfigError("--class and --set are about a config.json: with --factory your function decides")
     if args.action == "verify":
@@ -170,7 +170,11 @@ def _from_folder(args: argparse.Namespace, *, meta: bool) -> nn.Module:
     # a model of transformers with random weights, or on the meta device, which takes no memory for them
     folder: str = args.model
     data = _read(folder)
-    library = _transformers()
+    try:
+        library = availability.load("transformers")
+    except RuntimeError as error:
+        way = "pip install -e '.[hf]', or take --factory"
+        raise ConfigError(f"--model needs transformers, and {error}: {way}") from None
     model_type = data.get("model_type")
     if not isinstance(model_type, str) or model_type not in library.CONFIG_MAPPING:
         reason = "code that comes with a model is never run: take --factory"
@@ -192,14 +196,6 @@ def _from_folder(args: argparse.Namespace, *, meta: bool) -> nn.Module:
             return build(config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"{folder}: {cls.__name__} cannot be made of its config.json: {error}") from None
-
-
-def _transformers() -> ModuleType:
-    try:
-        return availability.load("transformers")
-    except RuntimeError as error:
-        way = "pip install -e '.[hf]', or take --factory"
-        raise ConfigError(f"--model needs transformers, and {error}: {way}") from None
 
 
 def _read(folder: str) -> dict[str, Any]:

@@ -100,16 +100,19 @@ class Writer:
 def parse_external(
     argv: Sequence[str] | None = None, *, description: str, family: str, prog: str | None = None
 ) -> tuple[Config, str | None]:
-    """Parse the flags of a training and ``--model FOLDER``, whose config.json gives the shape; return both.
-
-    Prints and exits like ``parse_config``; ``family``, "gpt" or "bert", is the kind of data.
-    """
+    """Parse the flags of a training and ``--model FOLDER``, whose config.json gives the shape, as ``parse_config``."""
     from megatron_sp.commands.pretrain import parse_config  # not for `megatron-sp --help`
 
     more = f"{description} Besides the flags below: --model FOLDER, a local config.json, and weights if they are there."
     prog = prog or os.path.basename(sys.argv[0])
     try:
-        words, folder = _take_folder(list(sys.argv[1:] if argv is None else argv))
+        words, folder, rest = [], None, iter(sys.argv[1:] if argv is None else argv)
+        for word in rest:
+            name, equals, value = word.partition("=")
+            if name != "--model":
+                words.append(word)
+            elif (folder := value if equals else next(rest, None)) is None:
+                raise ConfigError("--model needs a folder with a config.json")
         shape: dict[str, int] = {} if folder is None else shape_of(folder)
         if folder is not None and not all(field in shape for field in REQUIRED):
             # the file does not name them as most do: transformers knows
@@ -125,16 +128,3 @@ def parse_external(
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     return config, folder
-
-
-def _take_folder(argv: list[str]) -> tuple[list[str], str | None]:
-    # the arguments without ``--model FOLDER`` or ``--model=FOLDER``, and the folder
-    rest: list[str] = []
-    folder, words = None, iter(argv)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name != "--model":
-            rest.append(word)
-        elif (folder := value if equals else next(words, None)) is None:
-            raise ConfigError("--model needs a folder with a config.json")
-    return rest, folder

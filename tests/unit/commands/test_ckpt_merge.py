@@ -99,14 +99,14 @@ def test_what_is_refused(run: Path, tmp_path: Path, capsys: Capture) -> None:
 
 def test_what_was_written_is_read_back(run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that loses a bit is found out at once."""
-    write = merging.write_checkpoint
+    write = merging.stream.write_checkpoint
 
     def lossy(*args: object, **kwargs: object) -> Path:
         written = write(*args, **kwargs)  # type: ignore[arg-type]
         ckpts.flip(written / "rank00000-00000.safetensors")
         return written
 
-    monkeypatch.setattr(merging, "write_checkpoint", lossy)
+    monkeypatch.setattr(merging.stream, "write_checkpoint", lossy)
     code, out, err = merge(capsys, run, tmp_path / "x")
     assert code == 3 and out == "" and "its contents have changed" in err
     assert read_manifest(tmp_path / "x" / "checkpoints" / "step-000002").world_size == 1
