@@ -135,7 +135,7 @@ def test_a_dry_run_for_other_machines(capsys: pytest.CaptureFixture[str]) -> Non
     assert "on a100-80g (nvlink3, eth-100g between hosts)\n" in said and "cost        PRICE_PER_GPU_HOUR=2.5" in said
     for name, value in (("GPU_TYPE", "a100-80"), ("LINK_TYPE", "ib-40g")):
         with pytest.raises(ConfigError, match=f"{name} {value} is unknown: did you mean "):
-            run(argv, {**EIGHT, "DRY_RUN": "1", "NNODES": "2", name: value})
+            run(argv, {**EIGHT, "DRY_RUN": "1", "NNODES": "2", "SP": "1", name: value})
 
 
 def test_made_up_tokens_cannot_be_missed() -> None:
@@ -202,9 +202,9 @@ def test_context_parallelism_between_hosts() -> None:
 
 
 def test_pipelines() -> None:
-    made = recipe(PP="4", SP="1", PP_SCHEDULE="zb1p", flags=own(seq_length=512))
-    assert "--pipeline-model-parallel-size 4 --pipeline-schedule zb1p --zero-stage 1" in " ".join(made.flags)
-    assert "tp 1, sp 1, pp 4 (zb1p), dp 2" in describe(made, plan_run(made.config, made.world_size))
+    made = recipe(PP="2", SP="1", PP_SCHEDULE="zb1p", flags=own(seq_length=512, global_batch_size=8))
+    assert "--pipeline-model-parallel-size 2 --pipeline-schedule zb1p --zero-stage 1" in " ".join(made.flags)
+    assert "tp 1, sp 1, pp 2 (zb1p), dp 4" in describe(made, plan_run(made.config, made.world_size))
     flags = " ".join(recipe(PP="2").flags)
     assert "--sequence-parallel-size 4 " in flags and "--pipeline-model-parallel-size 2" in flags and "--pipeline-schedule" not in flags
     assert "pipeline" not in " ".join(recipe(PP_SCHEDULE="interleaved").flags)  # as OVERLAP with SP=1
