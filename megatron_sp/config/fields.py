@@ -48,13 +48,9 @@ def flag(
 ) -> Any:
     """Create a dataclass field that becomes a flag.
 
-    Args:
-        help: one line for --help; also describes a default that is computed from other fields.
-        aliases: other names of the flag, without leading dashes.
-        high: the largest value allowed (default: ``MAX_COUNT``, or ``MAX_NUMBER`` for a float).
-        alone: the value if the flag is given without one.
-        path: the value is a file's path, or a prefix of one.
-        only: the run reads it only under these conditions; --help says so in front of ``help``.
+    ``high``: by default ``MAX_COUNT``, or ``MAX_NUMBER`` for a float. ``alone``: the value if the flag is given without
+    one. ``path``: a file's path, or a prefix of one. ``only``: the run reads it only under these conditions, which
+    --help says in front of ``help``.
     """
     metadata = {
         "help": help, "unit": unit, "aliases": aliases, "low": low, "high": high, "alone": alone, "path": path,
@@ -163,11 +159,12 @@ class FieldKind:
         return value
 
     def _choose(self, word: str) -> str:
-        # Megatron-DeepSpeed writes rmsnorm where Megatron-LM writes RMSNorm
-        choice = next((choice for choice in self.choices if choice.lower() == word.strip().lower()), None)
-        if choice is None:
-            raise ValueError(f"expected {self._expected}, got '{shorten(word)}'")
-        return choice
+        for choice in self.choices:
+            if (
+                choice.lower() == word.strip().lower()
+            ):  # Megatron-DeepSpeed writes rmsnorm where Megatron-LM has RMSNorm
+                return choice
+        raise ValueError(f"expected {self._expected}, got '{shorten(word)}'")
 
     def _coerce_one(self, value: Any) -> Any:
         if self.base == "choice" and isinstance(value, str):
@@ -212,11 +209,6 @@ def tokenizers(*kinds: str) -> Condition:
     return Condition(f"--tokenizer-type {' or '.join(kinds)}", lambda c: c.data.tokenizer_type in (None, *kinds))
 
 
-def _uses_gelu(config: Any) -> bool:
-    model, gelus = config.model, ("gelu", "geglu")
-    return model.activation.startswith(gelus) or (model.is_bert and model.head_activation.startswith(gelus))
-
-
 class When:
     """Conditions under which flags have an effect: ``only=`` in ``schema*.py`` names them."""
 
@@ -235,7 +227,8 @@ class When:
         of_model=True)
     ROPE_SCALING = Condition("--use-rope-scaling", lambda c: c.model.use_rope_scaling, of_model=True)
     NO_BIASES = Condition("--disable-bias-linear", lambda c: c.model.disable_bias_linear, of_model=True)
-    GELU = Condition("a GELU", _uses_gelu, of_model=True)
+    GELU = Condition("a GELU", lambda c: c.model.activation.startswith(("gelu", "geglu"))
+        or (c.model.is_bert and c.model.head_activation.startswith("gelu")), of_model=True)
 
     TENSOR_PARALLEL = Condition("--tensor-model-parallel-size above 1",
         lambda c: c.parallel.tensor_model_parallel_size > 1, "it cuts activations over the tensor-parallel ranks and"

@@ -31,9 +31,7 @@ class Preset:
     source: str  # publication of the shape and the number of parameters
 
 
-def _release(
-    source: str, sizes: dict[str, tuple[Any, ...]], *, family: Family = "gpt", **shared: Any
-) -> dict[str, Preset]:
+def _release(source: str, sizes: dict[str, Any], *, family: Family = "gpt", **shared: Any) -> dict[str, Preset]:
     # the sizes of one release by name, each (layers, hidden size, heads, parameters, further flags if any); ``shared``:
     # flags that all of them have
     presets = {}
@@ -141,20 +139,14 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_named(name: str, family: str | None = None) -> Preset:
-    """Return the preset of this name, of the family that the calling program trains, if one is given.
-
-    Raises:
-        ConfigError: there is no such preset (the message has the nearest names), or it is of the other family.
-    """
+    """Return the preset of this name, of the family that the program trains; raises ConfigError."""
     preset = PRESETS.get(name.lower().replace("_", "-"))
     if preset is None:
         near = difflib.get_close_matches(name.lower().replace("_", "-"), PRESETS, n=3, cutoff=0.6)
         choice = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(f"'{name[:40]}' is not a preset: {choice}`megatron-sp presets` lists them")
     if family is not None and preset.family != family:
-        raise ConfigError(
-            f"{name.lower()} is a {preset.family.upper()} model, and this program trains {family.upper()}: start it"
-            f" with {PROGRAMS[preset.family]}, or take a preset of {family.upper()} (`megatron-sp presets` lists"
-            " them)"
-        )
+        way = f"{PROGRAMS[preset.family]}, or take a preset of {family.upper()} (`megatron-sp presets` lists them)"
+        what = f"a {preset.family.upper()} model, and this program trains {family.upper()}"
+        raise ConfigError(f"{name.lower()} is {what}: start it with {way}")
     return preset

@@ -293,9 +293,8 @@ class Config:
     preset_fields: frozenset[str] = field(default=frozenset(), compare=False)
     # fields that the command line, --config or DeepSpeed's JSON set, and where each was set
     given: Given = field(default_factory=dict, compare=False)
-    model_is_settled: bool = field(
-        default=False, compare=False
-    )  # the checkpoint of --use-checkpoint-args has been read
+    # the checkpoint of --use-checkpoint-args has been read
+    model_is_settled: bool = field(default=False, compare=False)
 
     @property
     def knows_model(self) -> bool:
@@ -322,11 +321,7 @@ class Config:
             self.given[group, name] = where
 
     def says(self, group: str, name: str, value: Any = None) -> bool:
-        """Return whether a field was set; in a configuration that nobody typed, whether it differs from its default.
-
-        Args:
-            value: the one that it had (default: that of now).
-        """
+        """Return whether a field was set; in a configuration that nobody typed, whether it is not at its default."""
         if self.given:
             return (group, name) in self.given
         value = self.get(group, name) if value is None else value
@@ -340,17 +335,15 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return a plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""
         groups = {group: dataclasses.asdict(getattr(self, group)) for group in GROUPS}
-        return {
-            group: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-            for group, values in groups.items()
-        }
+        for values in groups.values():
+            values.update({name: list(value) for name, value in values.items() if isinstance(value, tuple)})
+        return groups
 
     @classmethod
     def from_dict(cls, data: Any) -> tuple[Config, list[str]]:
         """Restore what ``to_dict`` has written, possibly in another version of this package; untrusted.
 
-        Returns the configuration, neither normalised nor validated, and a warning for every unknown entry. Raises
-        ConfigError: an entry has the wrong type.
+        Returns the configuration, neither normalised nor validated, and a warning for every unknown entry.
         """
         if not isinstance(data, dict):
             raise ConfigError(f"a stored configuration must be an object of groups, got {type(data).__name__}")
@@ -368,9 +361,8 @@ class Config:
                     config.set(group, name, kinds[name].coerce(value))
                 except ValueError as error:
                     raise ConfigError(f"'{group}.{name}' of the stored configuration: {error}") from None
-        return config, [
-            f"{entry} of the stored configuration is unknown to this version and left out" for entry in unknown
-        ]
+        left_out = "of the stored configuration is unknown to this version and left out"
+        return config, [f"{entry} {left_out}" for entry in unknown]
 
 
 _FACTORIES: dict[str, Any] = {item.name: item.default_factory for item in dataclasses.fields(Config)}

@@ -293,11 +293,7 @@ def is_expert_bias(name: str) -> bool:
 
 
 def layer_pattern(text: str, num_layers: int) -> list[bool]:
-    """Return which layers have experts: every N-th from the first on, or terms such as [0,1]*4 joined by +.
-
-    Raises:
-        ConfigError: the text is neither, or has another number of layers.
-    """
+    """Return which layers have experts: every N-th from the first on, or terms such as [0,1]*4 joined by +."""
     plain = re.sub(r"[\s()]", "", text)
     if plain.isascii() and plain.isdigit() and 1 <= int(plain[:6]) <= MOST_LAYERS:
         return [layer % int(plain) == 0 for layer in range(num_layers)]
@@ -305,10 +301,8 @@ def layer_pattern(text: str, num_layers: int) -> list[bool]:
     for term in plain.split("+"):
         match = _TERM.fullmatch(term)
         if match is None or len(layers) > MOST_LAYERS:
-            raise ConfigError(
-                f"--moe-layer-freq {text[:60]!r} is neither a number of layers nor a pattern: write 2 for every"
-                " second layer, or terms such as [0]+[1]*23, 1 for a layer with experts"
-            )
+            way = "write 2 for every second layer, or terms such as [0]+[1]*23, 1 for a layer with experts"
+            raise ConfigError(f"--moe-layer-freq {text[:60]!r} is neither a number of layers nor a pattern: {way}")
         layers += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
     if len(layers) != num_layers:
         counts = f"a pattern of {len(layers)} layers, and num_layers is {num_layers}"
@@ -318,7 +312,6 @@ def layer_pattern(text: str, num_layers: int) -> list[bool]:
 
 def _required(value: int | None) -> int:
     if value is None:
-        raise ConfigError(
-            "the model's shape is incomplete: give --num-layers, --hidden-size, --num-attention-heads and --seq-length"
-        )
+        flags = "--num-layers, --hidden-size, --num-attention-heads and --seq-length"
+        raise ConfigError(f"the model's shape is incomplete: give {flags}")
     return value

@@ -1,11 +1,8 @@
 """Parser from a command line, and optionally YAML files, to a validated ``Config``.
 
-The fields of ``config/schema.py`` are the flags. The flags of Megatron-LM and Megatron-DeepSpeed are accepted: other
-names are rewritten, flags without meaning here are collected in ``Config.ignored_flags``, unsupported flags that would
-change the result are rejected (``foreign_flags.py``). Abbreviations are not accepted: a mistyped flag ends the program
-with exit code 2 and the nearest names. Later values win: defaults, those of --preset (``config/presets.py``), then the
-files, then the command line from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them, except
-for the values that its engine reads from the file alone.
+The fields of ``config/schema.py`` are the flags; ``foreign_flags.py`` has those of Megatron-LM and Megatron-DeepSpeed.
+Later values win: defaults, those of --preset, then the files, then the command line from left to right; DeepSpeed's
+JSON must agree with them, except for what its engine reads from the file alone.
 """
 
 from __future__ import annotations
@@ -14,20 +11,11 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_sp.config.fields import FieldKind, field_kinds
-from megatron_sp.config.flags.settings import (
-    ANY,
-    OWN_SPECIAL,
-    TOKEN_FLAGS,
-    Draft,
-    Setting,
-    canonical,
-    fields_of_groups,
-    read_config_file,
-    targets,
-)  # fmt: skip
+from megatron_sp.config.flags import settings as given
+from megatron_sp.config.flags.settings import ANY, Draft, Setting, canonical, targets
 from megatron_sp.config.rules import normalize, out_of_range, violations
 from megatron_sp.config.schema import FIELDS, GROUPS, Config, raise_all
 from megatron_sp.utils.errors import ConfigError
@@ -51,8 +39,7 @@ class CommandLine:
     has_all_settings: bool = True  # else those of the file are missing
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A parsed command line: the action to perform, and its configuration."""
 
     action: str  # "run", or "help", "print-config" or "dry-run" instead of a run
@@ -62,14 +49,10 @@ class Request:
 
 
 def read_request(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Request:
-    """Parse a program's command line; ``commands/pretrain.py`` performs the request.
+    """Parse the words after a program's name; ``commands/pretrain.py`` performs the request.
 
-    Args:
-        argv: the words after the program's name.
-        world_size: number of processes (default: those that the launcher has started).
-        family: family of the models that the program trains, "gpt" or "bert"; None: that of --model-family.
-    Raises:
-        ConfigError: a flag is unknown, or a value is invalid.
+    ``world_size``: by default what the launcher has started. ``family``: of the models that the program trains, "gpt"
+    or "bert"; None: that of --model-family. Raises ConfigError: a flag is unknown, or a value is invalid.
     """
     line = scan(argv)
     if line.help:
@@ -82,19 +65,12 @@ def read_request(argv: Sequence[str], *, world_size: int | None = None, family: 
 
 
 def config_from_args(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Config:
-    """Return the configuration of a run's command line, ignoring --help, --print-config and --dry-run.
-
-    Raises ConfigError.
-    """
+    """Return the configuration of a run's command line, ignoring --help, --print-config and --dry-run."""
     return _configure(scan(argv), world_size, family)
 
 
 def draft_config(argv: Sequence[str]) -> tuple[Config, set[tuple[str, str]]]:
-    """Return an incomplete configuration, neither normalised nor validated, and the fields given, as (group, name).
-
-    Raises:
-        ConfigError: the command line cannot be parsed.
-    """
+    """Return an incomplete configuration, neither normalised nor validated, and the fields given, as (group, name)."""
     line = scan(argv)
     for name, present in (("--dry-run", line.dry_run is not None), ("--print-config", line.print_config)):
         if present:
@@ -131,28 +107,28 @@ def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
     settings = [] if family is None else [Setting("model-family", (family,), "this program")]
     for path in line.config_files:
         try:
-            settings += read_config_file(path)
+            settings += given.read_config_file(path)
         except ConfigError as error:
             line.problems.append(str(error))
             line.has_all_settings = False
     return settings + line.settings
 
 
-# ------------------------------------------------------------------------------------------------------- scanning
-
-
 def scan(argv: Sequence[str]) -> CommandLine:
-    """Split a command line into flags and their words.
-
-    Words that belong to no flag and invalid uses are recorded as problems.
-    """
+    """Split a command line into flags and their words; those that belong to no flag become problems."""
     line, rest, previous = CommandLine(), list(argv), ""
     while rest:
         word = rest.pop(0)
         if word == "-h":
             word = "--help"
         if not word.startswith("--") or word == "--":
-            line.problems.append(_stray(word, previous))
+            if not previous or word.startswith("-"):
+                name = canonical("-" + word)
+                meant = f", as in --{name}" if word.startswith("-") and name in targets() else ""
+                line.problems.append(f"unexpected '{word}': a flag begins with --{meant}")
+            else:
+                takes = "no value" if _arity(canonical(previous)) == 0 else "one value"
+                line.problems.append(f"unexpected '{word}': {previous} takes {takes}")
             if word.startswith("-"):  # one dash too few: its value would be reported as well
                 del rest[: _num_until_flag(rest)]
             continue
@@ -165,15 +141,6 @@ def scan(argv: Sequence[str]) -> CommandLine:
         started = "a run has as many processes as the launcher starts (torchrun --nproc-per-node N)"
         line.problems.append(f"--world-size is for --dry-run: {started}")
     return line
-
-
-def _stray(word: str, previous: str) -> str:
-    if not previous or word.startswith("-"):
-        name = canonical("-" + word)
-        meant = f", as in --{name}" if word.startswith("-") and name in targets() else ""
-        return f"unexpected '{word}': a flag begins with --{meant}"
-    takes = "no value" if _arity(canonical(previous)) == 0 else "one value"
-    return f"unexpected '{word}': {previous} takes {takes}"
 
 
 def _take(line: CommandLine, setting: Setting) -> None:
@@ -189,13 +156,12 @@ def _take(line: CommandLine, setting: Setting) -> None:
     elif name == "world-size":
         try:
             line.world_size = FieldKind("int").parse(words)
-            if line.world_size < 1:
-                rule = "must be at least 1: it is the number of processes"
-                line.problems.append(f"--world-size ({line.world_size}) {rule}")
-                line.world_size_is_open = True
+            if line.world_size >= 1:
+                return
+            line.problems.append(f"--world-size ({line.world_size}) must be at least 1: it is the number of processes")
         except ValueError as error:
             line.problems.append(f"--world-size: {error}")
-            line.world_size_is_open = True
+        line.world_size_is_open = True
     elif name == "config":
         if words and words[0]:
             line.config_files.append(words[0])
@@ -221,8 +187,8 @@ def _arity(name: str) -> int:
     if name in targets():
         kind = targets()[name].kind
         return 0 if kind.base == "bool" else ANY if kind.many else 1
-    if name in OWN_SPECIAL:
-        return OWN_SPECIAL[name]
+    if name in given.OWN_SPECIAL:
+        return given.OWN_SPECIAL[name]
     from megatron_sp.config.flags.foreign_flags import foreign_arity
 
     return foreign_arity(name)
@@ -244,7 +210,7 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Dra
     of_preset = _start_from_preset(config, settings)
     draft, foreign = Draft(config, [*problems, *of_preset]), None
     if of_preset:
-        draft.meant |= fields_of_groups("model")
+        draft.meant |= given.fields_of_groups("model")
     if not all(map(_is_plain, settings)):
         from megatron_sp.config.flags.foreign_flags import ForeignFlags
 
@@ -265,7 +231,7 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Dra
         except ValueError as error:
             draft.problems.append(str(error))
             about = ("moe", "num_experts")
-            draft.perhaps |= {each for each in fields_of_groups("model") if each[1].startswith(about)}
+            draft.perhaps |= {each for each in given.fields_of_groups("model") if each[1].startswith(about)}
     if foreign is not None:
         foreign.resolve_tokens()
         ignored = [*(f"{where} ({reason})" for where, reason in foreign.ignored.items()), *ignored]
@@ -280,17 +246,17 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Dra
 def _is_plain(setting: Setting) -> bool:
     name = setting.name
     is_list = name == "num-experts" and len(setting.words) > 1  # Megatron-DeepSpeed's
-    return name == "preset" or (name in targets() and name not in TOKEN_FLAGS and not is_list)
+    return name == "preset" or (name in targets() and name not in given.TOKEN_FLAGS and not is_list)
 
 
 def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
     # set the model's fields from the last --preset; return problems with it
-    given = {setting.name: setting for setting in settings if setting.name in ("preset", "model-family")}
-    if "preset" not in given:
+    last = {setting.name: setting for setting in settings if setting.name in ("preset", "model-family")}
+    if "preset" not in last:
         return []
     from megatron_sp.config.presets import PROGRAMS, preset_named
 
-    chosen, families = given["preset"], given.get("model-family", given["preset"]).words
+    chosen, families = last["preset"], last.get("model-family", last["preset"]).words
     try:
         name = FieldKind("str").parse(chosen.words).lower()
         preset = preset_named(name, next((family for family in PROGRAMS if family in families), None))

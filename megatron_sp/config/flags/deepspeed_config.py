@@ -186,10 +186,10 @@ def reconcile(file: DeepSpeedFile, config: Config, world_size: int) -> list[str]
     for claim in sorted(file.claims, key=lambda c: (c.weak, c.needs is not None)):
         if claim.needs is not None and config.get(*claim.needs[0].split(".")) != claim.needs[1]:
             continue
+        group, _, name = claim.field.partition(".")
         given = list(_given_values(claim.field, config))
         others = [where for value, where in given if value != claim.value]
         if not given:
-            group, _, name = claim.field.partition(".")
             config.set(group, name, claim.value, "" if claim.weak else claim.where)
         elif others and not claim.weak and claim.field in _FILE_COUNTS:
             for target, value in {claim.field: claim.value, **_FILE_COUNTS[claim.field]}.items():
@@ -223,10 +223,8 @@ def _batch_sizes(file: DeepSpeedFile, config: Config, world_size: int) -> list[s
     dp, accumulation = world_size // ranks, f"{file.name}: gradient_accumulation_steps ({steps})"
     if steps is not None and (batch.rampup_batch_size or batch.step_batch_size_schedule):
         flag = "--rampup-batch-size" if batch.rampup_batch_size else "--step-batch-size-schedule"
-        return [
-            f'{accumulation} is constant, and {flag} changes the batch size: drop one of them, or write "auto" in the'
-            " file"
-        ]
+        rule = f"is constant, and {flag} changes the batch size"
+        return [f'{accumulation} {rule}: drop one of them, or write "auto" in the file']
     total = batch.global_batch_size
     if total is None:
         batch.global_batch_size = None if steps is None else batch.micro_batch_size * steps * dp
@@ -237,15 +235,11 @@ def _batch_sizes(file: DeepSpeedFile, config: Config, world_size: int) -> list[s
     if ("batch", "micro_batch_size") not in given and is_files:
         parts = dp * (steps or 1)
         if total < 1 or total % parts:
-            return [
-                f"{stated} must be a multiple of gradient_accumulation_steps * data-parallel size ({steps or 1} * {dp}"
-                f" = {parts}): change it, or give --micro-batch-size"
-            ]
+            product = f"gradient_accumulation_steps * data-parallel size ({steps or 1} * {dp} = {parts})"
+            return [f"{stated} must be a multiple of {product}: change it, or give --micro-batch-size"]
         batch.micro_batch_size = total // parts
     elif steps is not None and batch.micro_batch_size * steps * dp != total:
         product = f"{batch.micro_batch_size} * {steps} * {dp} = {batch.micro_batch_size * steps * dp}"
-        return [
-            f"{accumulation} contradicts {stated}: micro-batch * accumulation * data-parallel size = {product}; write"
-            ' "auto" for one of them, or make them agree'
-        ]
+        rule = f"micro-batch * accumulation * data-parallel size = {product}"
+        return [f'{accumulation} contradicts {stated}: {rule}; write "auto" for one of them, or make them agree']
     return []

@@ -1,12 +1,9 @@
 """Meaning of each key of DeepSpeed's JSON here.
 
-There are four cases. *Claimed*: it has the meaning of one of our flags. *Ignored*: it tunes DeepSpeed's own machinery
-and cannot change results; all such keys are listed in one line. *Refused*: it would change the result, or asks for
-unsupported offloading. *Unknown*: listed in the same line, but an error if it looks like a misspelt key. ``"auto"`` and
-``null`` count as not given, whatever the key.
-
-For a missing key our default applies. Only inside an ``optimizer`` block, and an enabled ``fp16`` block, missing keys
-have DeepSpeed's defaults. The file is parsed with limits on size, depth and number of values.
+A key *claims* one of our flags, is *ignored* (it tunes DeepSpeed's own machinery), *refused* (it would change the
+result), or *unknown*: listed with the ignored ones, but an error if it looks like a misspelt key. ``"auto"`` and
+``null`` count as not given. For a missing key our default applies, but inside an ``optimizer`` block and an enabled
+``fp16`` block DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -28,12 +25,9 @@ _STAGE_3 = ("parallel.zero_stage", 3)
 
 
 def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedFile:
-    """Read and interpret a file.
+    """Read and interpret a file; where the learning rate is given outside of it, ``rate`` says where.
 
-    Args:
-        rate: where the learning rate is given outside of it, for the message that the ``optimizer`` block is not read.
-    Raises:
-        ConfigError: it cannot be read, is not a JSON object, has a duplicate name, or exceeds the limits.
+    Raises ConfigError: it cannot be read, is not a JSON object, has a name twice, or is too large or too deep.
     """
     text = read_text(path, f"--deepspeed_config {path}", MAX_FILE_BYTES, "a file of flags")
     try:
@@ -298,12 +292,11 @@ def _scheduler(file: DeepSpeedFile, place: str, value: Any) -> None:
 
 
 def _curriculum(file: DeepSpeedFile, place: str, value: Any) -> None:
-    kind = value.get("curriculum_type", "seqlen")
-    if kind == "seqlen":
+    if (kind := value.get("curriculum_type", "seqlen")) == "seqlen":
         _lengths(file, place, value)
-    else:
-        instead = 'use "seqlen", or remove the block'
-        file.refuse(f"{place}.curriculum_type", kind, f"a curriculum is of the sequences' length here: {instead}")
+        return
+    instead = 'use "seqlen", or remove the block'
+    file.refuse(f"{place}.curriculum_type", kind, f"a curriculum is of the sequences' length here: {instead}")
 
 
 def _curriculum_of_metrics(file: DeepSpeedFile, place: str, value: Any) -> None:

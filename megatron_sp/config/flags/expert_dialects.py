@@ -51,12 +51,8 @@ def resolve_expert_dialect(
 ) -> list[str]:
     """Write into ``config`` what the words of the two programs mean, and what they leave out.
 
-    Args:
-        held: settings of ``HELD``, and --num-experts with its words if they are several, by name.
-    Returns:
-        A line for each flag without effect; what was assumed is told in ``config.understood``.
-    Raises:
-        ValueError: a value is wrong, or says what cannot be; the message begins with the flag.
+    ``held`` are settings of ``HELD``, and --num-experts with its words if they are several, by name. Returns a line for
+    each flag without effect. Raises ValueError: a value is wrong, or says what cannot be.
     """
     model, names = config.model, {setting.name for setting in settings}
     has_experts = _has_experts(config, held["num-experts"]) if "num-experts" in held else None

@@ -36,9 +36,8 @@ def print_help(prog: str, description: str) -> None:
 
     def wrapped(text: str, indent: str = "") -> str:
         # flags are not broken at their hyphens, so that they can be copied
-        return textwrap.fill(
-            text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-        )
+        lines = textwrap.wrap(text, width - len(indent), break_on_hyphens=False, break_long_words=False)
+        return "\n".join(indent + line for line in lines)
 
     for paragraph in (f"usage: {prog} [OPTIONS]", description, _FOOTER):
         if paragraph:

@@ -1,9 +1,8 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed and their forks that are not fields of ours, and how each is handled.
 
-There are three cases: *rewritten* (another name of one of our fields), *ignored* (nothing to choose here; listed once
-when training starts, with the reason), *refused* (unsupported, and would change the result; the message names what
-works); ``foreign_flags.txt`` has the names of all. Any other flag that is not a field is unknown, an error. Sources:
-the argument parsers and launch scripts of both projects. A run whose flags are all fields of ours never imports this.
+A flag is *rewritten* (another name of one of our fields), *ignored* (nothing to choose here; listed once when training
+starts) or *refused* (it would change the result; the message names what works): ``foreign_flags.txt`` has the names,
+from the argument parsers and launch scripts of both projects. A run whose flags are all ours never imports this.
 """
 
 from __future__ import annotations
@@ -15,18 +14,9 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_sp.config.fields import FieldKind
+from megatron_sp.config.flags import settings as given
 from megatron_sp.config.flags.expert_dialects import HELD
-from megatron_sp.config.flags.settings import (
-    ANY,
-    OWN_SPECIAL,
-    TOKEN_FLAGS,
-    Draft,
-    Setting,
-    fields_of_groups,
-    foreign_tables,
-    is_on,
-    targets,
-)  # fmt: skip
+from megatron_sp.config.flags.settings import ANY, Draft, Setting, is_on, targets
 from megatron_sp.config.rules_data import read_group_file
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
@@ -52,7 +42,7 @@ def _meanings(text: str) -> tuple[Meaning, ...]:
     return tuple(Meaning(flag, None if value == "VALUE" else value, weak) for (flag, _, value), weak in parts)
 
 
-_TABLES = foreign_tables()
+_TABLES = given.foreign_tables()
 _IGNORED, _REFUSED = _TABLES["ignored"], _TABLES["refused"]
 
 IGNORED_SWITCHES = {name: why for name, why in _IGNORED.items() if not name.endswith(("=", "=..", "*"))}
@@ -111,7 +101,7 @@ GROUP_FILES = {
 }
 """Files with what another flag takes from the command line, by that flag."""
 _DEEPSPEED_FILE = ("deepspeed-config", "deepscale-config")
-SPECIAL = (*OWN_SPECIAL, "profile-steps", "load-tag", *_DEEPSPEED_FILE, *HELD, *GROUP_FILES)
+SPECIAL = (*given.OWN_SPECIAL, "profile-steps", "load-tag", *_DEEPSPEED_FILE, *HELD, *GROUP_FILES)
 
 
 # -------------------------------------------------------------------------------------------------------- answers
@@ -206,7 +196,7 @@ class ForeignFlags:
 
     def _take(self, setting: Setting) -> None:
         (name, words, where), assign, text = setting, self.draft.assign, FieldKind("str").parse
-        if name in TOKEN_FLAGS:
+        if name in given.TOKEN_FLAGS:
             self._tokens[name] = FieldKind("int").parse(words)
         elif name in HELD or name == "num-experts":
             self.held[name] = setting
@@ -257,8 +247,8 @@ class ForeignFlags:
         reason = refusal(name)
         if reason is not None:
             if not _is_off(words):
-                given = f"{where} {' '.join(words)}" if 0 < len(words) < 4 else where
-                draft.problems.append(f"{given} is not supported: {reason}")
+                typed = f"{where} {' '.join(words)}" if 0 < len(words) < 4 else where
+                draft.problems.append(f"{typed} is not supported: {reason}")
             return
         meant = meant_by(name)
         if name in SPECIAL:
@@ -302,7 +292,7 @@ class ForeignFlags:
             problems = [str(error)]
         if problems:
             draft.problems += problems
-            settable = fields_of_groups("batch", "optimizer", "precision", "parallel")
+            settable = given.fields_of_groups("batch", "optimizer", "precision", "parallel")
             draft.perhaps |= {each for each in settable if not each[1].endswith("_parallel_size")}
             return []
         return [*found.overruled, *filter(None, [found.note()])]
@@ -315,7 +305,7 @@ class ForeignFlags:
                 config.set(*_token_field(name, "tokens"), value)
             return
         kind = "samples" if config.batch.train_iters is None else "iters"
-        draft.meant |= {_token_field(name, kind) for name in TOKEN_FLAGS if name in draft.unread}
+        draft.meant |= {_token_field(name, kind) for name in given.TOKEN_FLAGS if name in draft.unread}
         if not self._tokens:
             return
         needed = {("model", "seq_length"), ("batch", "global_batch_size"), ("batch", "train_iters")}

@@ -68,10 +68,8 @@ def targets() -> dict[str, Target]:
     for (group, field_name), item in FIELDS.items():
         kind = field_kinds(GROUPS[group])[field_name]
         for name in map(canonical, (field_name, *item.metadata["aliases"])):
-            spellings = [(name, False)]
-            if kind.base == "bool":
-                spellings.append((name.removeprefix("no-") if name.startswith("no-") else f"no-{name}", True))
-            for spelling, negated in spellings:
+            opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+            for spelling, negated in ((name, False), (opposite, True))[: 2 if kind.base == "bool" else 1]:
                 if table.setdefault(spelling, Target(group, field_name, kind, negated))[:2] != (group, field_name):
                     raise AssertionError(f"--{spelling} is the spelling of two fields")
     return table
@@ -181,7 +179,6 @@ def read_config_file(path: str) -> list[Setting]:
     # It is parsed into nodes only and never constructed into objects, so a tag such as ``!!python/object`` is rejected
     # as mere text; words keep their spelling in the file (1e-4 is a number here, though YAML 1.1 calls it a string),
     # and every message can name its line.
-
     text = read_text(path, f"--config {path}", MAX_FILE_BYTES, "a file of flags")
     try:
         # composing deeply nested YAML would take seconds; events are read one by one, so this stops early
@@ -189,9 +186,8 @@ def read_config_file(path: str) -> list[Setting]:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
-                raise ConfigError(
-                    f"--config {path}: nested too deeply; flags are flat or under the name of their group"
-                )
+                rule = "flags are flat or under the name of their group"
+                raise ConfigError(f"--config {path}: nested too deeply; {rule}")
         root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
