@@ -23,13 +23,9 @@ def _worker(rank: int, fn: Callable[..., None], backend: str, world_size: int, r
     torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            backend,
-            init_method=f"file://{run_dir}/store",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=90),
+            backend, init_method=f"file://{run_dir}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=90),
             device_id=device if backend == "nccl" else None,
-        )
+        )  # fmt: skip
         fn(device, *args)
         torch.cuda.synchronize(device)
     except BaseException:

@@ -20,17 +20,12 @@ pytestmark = pytest.mark.gpu
 S, B, G, D = 96, 2, 2, 64
 BF16 = 2e-2  # operands, probabilities and output are rounded at 2^-9 each
 MASKS = {
-    "causal": AttentionMask(causal=True),
-    "all": AttentionMask(causal=False),
-    "padding": AttentionMask(causal=False, key_lengths=torch.tensor([S, 50])),
-    "causal padding": AttentionMask(causal=True, key_lengths=torch.tensor([S, 50])),
-    "documents": AttentionMask(documents=((30, 31, S), (S,))),
-    "documents, all": AttentionMask(False, documents=((30, 31, S), (1, 95, S))),
-    "window": AttentionMask(window=20),
-    "window of one": AttentionMask(window=1),
+    "causal": AttentionMask(), "all": AttentionMask(False), "window": AttentionMask(window=20), "window of one": AttentionMask(window=1),
+    "padding": AttentionMask(False, torch.tensor([S, 50])), "causal padding": AttentionMask(True, torch.tensor([S, 50])),
+    "lengths on the host": AttentionMask(False, torch.tensor([S, 50]), lengths=(S, 50)),
+    "documents": AttentionMask(documents=((30, 31, S), (S,))), "documents, all": AttentionMask(False, documents=((30, 31, S), (1, 95, S))),
     "documents, window": AttentionMask(documents=((30, 31, S), (S,)), window=20),
-    "lengths on the host": AttentionMask(causal=False, key_lengths=torch.tensor([S, 50]), lengths=(S, 50)),
-}
+}  # fmt: skip
 
 
 def run(qkv: Tensor, grad: Tensor, r: int, mask: AttentionMask, kernel: KernelName) -> dict[str, Tensor | None]:

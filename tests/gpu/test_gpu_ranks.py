@@ -22,13 +22,8 @@ FP32 = torch.float32
 ROPE = {"position_embedding_type": "rope"}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 LLAMA = {
-    **ROPE,
-    **GROUPED,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+    **ROPE, **GROUPED, "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 CASES = [
     Case(tp=2, dtype=FP32, steps=2),
     Case(tp=2, tp_seq=True, seq=7, dtype=FP32, model=LLAMA),

@@ -100,20 +100,15 @@ def _compile(case: str, launched: Any, capability: int) -> Compiled:
 
 def page(compiled: Sequence[Compiled], version: str) -> str:
     """Return docs/benchmarks/kernels_ahead_of_time.md."""
-    return "\n".join(
-        [
-            "# Triton kernels, compiled ahead of time",
-            "",
-            f"Written by `python -m kernels.ahead_of_time --write` (with `tests` on the path), Triton {version}, without a GPU.",
-            "What a GPU makes of it is not in here. A test requires what the table shows: nothing is spilled, and accesses are of 128",
-            "bits where rows are a multiple of 16 elements long.",
-            "",
-            "| case | kernel | GPU | warps | registers | spilled, bytes | shared memory, bytes | widest access, bits |",
-            "|---|---|---|---|---|---|---|---|",
-            *(each.row for each in compiled),
-            "",
-        ]
-    )
+    return f"""# Triton kernels, compiled ahead of time
+
+Written by `python -m kernels.ahead_of_time --write` (with `tests` on the path), Triton {version}, without a GPU.
+What a GPU makes of it is not in here. A test requires what the table shows: nothing is spilled, and accesses are of 128
+bits where rows are a multiple of 16 elements long.
+
+| case | kernel | GPU | warps | registers | spilled, bytes | shared memory, bytes | widest access, bits |
+|---|---|---|---|---|---|---|---|
+""" + "".join(f"{each.row}\n" for each in compiled)
 
 
 if __name__ == "__main__":

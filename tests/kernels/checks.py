@@ -443,9 +443,8 @@ def column_sums(dtype_name: str, to_name: str, rows: int, width: int, fresh: boo
 def several_sums(widths: Sequence[int], fresh: Sequence[bool]) -> None:
     """Sums that are finished together, of other parts and widths, written or added."""
     parts = [randn(3 + 70 * (i % 2), width + i, seed=i)[:, :width] for i, width in enumerate(widths)]
-    places = [
-        torch.full((w,), float("nan")) if new else randn(w, seed=20 + i) for i, (w, new) in enumerate(zip(widths, fresh, strict=True))
-    ]
+    given = enumerate(zip(widths, fresh, strict=True))
+    places = [torch.full((w,), float("nan")) if new else randn(w, seed=20 + i) for i, (w, new) in given]
     want = [x.double().sum(0) + (0 if new else to.double()) for x, to, new in zip(parts, places, fresh, strict=True)]
     names = count_launches()
     biases.finish([(x, (to, new)) for x, to, new in zip(parts, places, fresh, strict=True)])

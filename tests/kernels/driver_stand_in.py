@@ -100,14 +100,8 @@ def _arguments() -> list[tuple[Any, ...]]:
     x, y = _tensor(torch.bfloat16), _tensor(torch.float32)
     base = [x, y, 32, 48, 2.5]
     others: dict[int, list[Any]] = {
-        0: [
-            _tensor(torch.bfloat16, 1),
-            _tensor(torch.bfloat16, 8),
-            _tensor(torch.float16),
-            _tensor(torch.float32),
-            _tensor(torch.bfloat16, 4),
-        ],
-        1: [_tensor(torch.float32, 1), _tensor(torch.float32, 4), _tensor(torch.float32, 2), _tensor(torch.float32, 8)],
+        0: [*(_tensor(torch.bfloat16, offset) for offset in (1, 8, 4)), _tensor(torch.float16), _tensor(torch.float32)],
+        1: [_tensor(torch.float32, offset) for offset in (1, 4, 2, 8)],
         2: [1, 2, 16, 33, 0, -16, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**63, 2**63 + 1, -(2**31) - 1, True, False],
         3: [1, 2, 64, 17],
         4: [0.0, 1.0, 16.0, float("inf"), 16, 1, 3],

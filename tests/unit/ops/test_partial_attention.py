@@ -271,14 +271,8 @@ def test_dropout_by_hash_is_that_of_one_call() -> None:
 def test_dropout_wants_its_keys() -> None:
     q, kv = randn(4, 1, 1, D), randn(4, 1, 2, D)
     with pytest.raises(RuntimeError, match="attention dropout needs the tokens' dropout keys"):
-        attend(
-            Reference(0.1),
-            Stage((Piece(-1, 0, 4, 0, 4, "full"),)),
-            q,
-            Rows.interleaved(kv, 1),
-            Partial(q, Columns(1, True)),
-            Columns(1, True),
-        )
+        stage, columns = Stage((Piece(-1, 0, 4, 0, 4, "full"),)), Columns(1, True)
+        attend(Reference(0.1), stage, q, Rows.interleaved(kv, 1), Partial(q, columns), columns)
 
 
 # halves

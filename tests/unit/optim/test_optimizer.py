@@ -105,14 +105,6 @@ def test_half_precision_updates_an_fp32_master(optimizer: Any, dtype: torch.dtyp
     assert all(p.dtype == dtype for p in params)
 
 
-def test_the_grad_norm_is_that_of_all_units() -> None:
-    params = parameters()
-    units = two_units(params)
-    fill(units, params, gradients(0))
-    want = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(0)))
-    assert float(FlatOptimizer(units, OptimizerConfig()).grad_norm()) == pytest.approx(want, rel=1e-6)
-
-
 @pytest.mark.parametrize("clip, scale", [(0.5, 1.0), (0.5, 1024.0), (1e9, 1024.0), (0.0, 8.0), (1.0, 1.0)])
 def test_clipping_and_unscaling_are_one_multiplication(clip: float, scale: float) -> None:
     """Against torch.nn.utils.clip_grad_norm_ on unscaled gradients."""

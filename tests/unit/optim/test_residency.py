@@ -74,23 +74,17 @@ def test_nothing_could_fetch_less(num_buffers: int, micro_batches: int) -> None:
         assert got == _fewest(ORDER * micro_batches, 2, blocks)
 
 
-def test_a_unit_in_use_is_never_evicted() -> None:
+def test_who_is_evicted() -> None:
     residency = Residency([Pool((1, 2, 3), 1)])
     assert residency.admit(1, [2, 1]) == 0
-    assert residency.admit(2, [2, 1], busy=(1,)) is None
+    assert residency.admit(2, [2, 1], busy=(1,)) is None, "a unit in use never is"
     assert residency.place == {1: 0}
-
-
-def test_a_unit_that_comes_later_does_not_displace_one_that_comes_before() -> None:
-    residency = Residency([Pool((1, 2, 3), 2)])
+    residency = Residency([Pool((1, 2, 3), 2)])  # a unit that comes later does not displace one that comes before
     residency.admit(1, [2, 1, 3])
     residency.admit(2, [2, 1, 3])
     assert residency.admit(3, [2, 1, 3]) is None
     assert residency.admit(3, [3, 1, 2]) is not None and 1 in residency.place
-
-
-def test_a_unit_that_is_used_now_takes_a_buffer_whoever_comes_before_its_next_use() -> None:
-    residency = Residency([Pool((1, 2, 3), 2)])
+    residency = Residency([Pool((1, 2, 3), 2)])  # one that is used now does, whoever comes before its next use
     residency.take(1, [2, 3, 1, 2, 3])
     residency.take(2, [3, 1, 2, 3])
     assert residency.take(3, [1, 2, 3]) == 1 and residency.place == {1: 0, 3: 1}
