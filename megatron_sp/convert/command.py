@@ -25,9 +25,11 @@ from megatron_sp.checkpoint.stream import FiniteTensors
 from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
+from megatron_sp.convert.copies import Store
 from megatron_sp.convert.formats import FORMATS, detect
 from megatron_sp.convert.formats.native import ForeignModel
-from megatron_sp.convert.model import Model, Options, Progress, Writer, looked_at, parse_settings
+from megatron_sp.convert.model import OPTIMIZER, Model, Options, Progress, Writer, parse_settings
+from megatron_sp.models.experts import stored_dtype
 from megatron_sp.utils.entry_point import is_out_of_memory
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.files import free_bytes, fsync_dir, require_place, write_output, write_synced
@@ -82,7 +84,14 @@ def _run(args: argparse.Namespace) -> int:
     if has_optimizer and options.optimizer and not target.holds_optimizer:
         _tell(f"note: the optimizer's state is left out: {target.name} cannot hold it")
     finite = FiniteTensors(allow=args.allow_non_finite)
-    model.store = looked_at(model.store, finite, options.dtype)
+    source_store = model.store
+
+    def look(name: str) -> torch.Tensor:
+        tensor = source_store.read(name)
+        wanted = None if name.startswith(OPTIMIZER) else options.dtype
+        return finite.look(name, tensor, stored_dtype(name, tensor.dtype, wanted))
+
+    model.store = Store(source_store.tensors(), look)
     report = {
         "from": source.name, "input": str(args.input), "to": args.target, "step": model.step,
         "megatron_sp": __version__,
@@ -215,17 +224,10 @@ def convert(
     model: Any, target: Writer, output: Path, options: Options, progress: Progress, report: dict[str, Any],
     tell: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Write ``output`` completely or not at all.
+    """Write ``output`` with a report, completely or not at all: it appears by one rename once everything is on disk.
 
-    Args:
-        model: as returned by the reader.
-        output: must not exist; appears by a single rename once everything is on disk.
-        report: written into it as conversion.json.
-        tell: called with messages for the user.
-    Raises:
-        CheckpointError: ``output`` exists, or the target cannot store the model.
-        DiskError: no space, no permission, or a disk failure; nothing is left behind, not even new parent folders.
-        KeyboardInterrupt: SIGTERM or SIGINT; nothing is left behind either.
+    Raises CheckpointError if it exists or the target cannot store the model, DiskError if it cannot be written, and
+    KeyboardInterrupt after a signal. Nothing is left behind then, not even new parent folders.
     """
     require_absent(output)
     options.output = output.absolute()

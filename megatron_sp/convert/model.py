@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_sp.checkpoint.stream import FiniteTensors
 from megatron_sp.config.fields import field_kinds
 from megatron_sp.config.rules import model_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
-from megatron_sp.convert.copies import Correspondence, Shape, Store, TensorInfo, TensorStore
+from megatron_sp.convert.copies import Correspondence, Shape, TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
-from megatron_sp.models.experts import stored_dtype
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
@@ -86,17 +84,6 @@ class Model:
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the parameters, without the biases of routers, which are always in fp32."""
         return {info.dtype for name, info in self.weights().items() if not is_expert_bias(name)}
-
-
-def looked_at(store: TensorStore, finite: FiniteTensors, dtype: torch.dtype | None) -> Store:
-    """Return a model's tensors, looked at when they are read."""
-
-    def read(name: str) -> Tensor:
-        tensor = store.read(name)
-        wanted = None if name.startswith(OPTIMIZER) else dtype
-        return finite.look(name, tensor, stored_dtype(name, tensor.dtype, wanted))
-
-    return Store(store.tensors(), read)
 
 
 def parse_settings(words: Iterable[str]) -> dict[str, Any]:

@@ -209,44 +209,33 @@ def side_of(format_name: str, path: Path, read: Model, options: Options, tell: T
     if format_name == "megatron_sp":
         return our_side(read)
     if format_name == "hf":
-        why = _without_transformers(path, read)
-        if not why:
+        needed, free = 4 * sum(torch.Size(i.shape).numel() for i in read.weights().values()), host_memory_bytes()
+        if not any(path.glob("*.safetensors")):
+            why = "transformers is asked to read safetensors alone"
+        elif not availability.installed("transformers").available:
+            why = "transformers is not installed (pip install transformers)"
+        elif free is not None and needed > 0.6 * free:
+            why = f"transformers would take {needed / 2**30:.1f} of the {free / 2**30:.1f} GiB that are free"
+        else:
             return transformers_side(path, read.settings["hf"], {fate.name for fate in read.fates})
     else:
+        is_deepspeed = format_name == "megatron-deepspeed"
+        folder = find(path, options.step).path if is_deepspeed else iteration_folder(path, options.step)
+        assert folder is not None, "it was read"
+        known = (options.qkv_layout, read.config.vocab_size or 0, options.given, options.max_metadata_mb)
         try:
-            is_deepspeed = format_name == "megatron-deepspeed"
-            folder = find(path, options.step).path if is_deepspeed else iteration_folder(path, options.step)
-            assert folder is not None, "it was read"
-            return reference_side(folder, options, read.config.vocab_size or 0)
+            # before anything is compared, for it may be unsupported. DeepSpeed's optimizers keep fp32 copies of the
+            # weights; what is read are these, and not the weights that its ranks compute with: so the dtype
+            dtype = reference.open_folder(folder, lambda t: t, *known).dtype
+
+            def compute(rows: Rows, cast: Cast) -> Computed:
+                yield from reference.open_folder(folder, cast, *known).run(rows)
+
+            return Side("the reference in plain torch", torch.no_grad()(compute), dtype)
         except reference.Unsupported as error:
             why = str(error)
     tell(f"note: {path} is computed by megatron_sp on what it has read itself, without an independent reference: {why}")
     return our_side(read, f"megatron_sp, from {format_name}")
-
-
-def reference_side(folder: Path, options: Options, vocab_size: int) -> Side:
-    """Return a model of Megatron's computed from its files without the conversion's own code."""
-    known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
-    model = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared: it may be unsupported
-
-    @torch.no_grad()
-    def compute(rows: Rows, cast: Cast) -> Computed:
-        yield from reference.open_folder(folder, cast, *known).run(rows)
-
-    # DeepSpeed's optimizers keep fp32 copies of the weights; what is read are these, and not the weights that its ranks
-    # compute with
-    return Side("the reference in plain torch", compute, model.dtype)
-
-
-def _without_transformers(path: Path, read: Model) -> str:
-    if not any(path.glob("*.safetensors")):
-        return "transformers is asked to read safetensors alone"
-    if not availability.installed("transformers").available:
-        return "transformers is not installed (pip install transformers)"
-    needed, free = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), host_memory_bytes()
-    if free is not None and needed > 0.6 * free:
-        return f"transformers would take {needed / 2**30:.1f} of the {free / 2**30:.1f} GiB that are free"
-    return ""
 
 
 def verify(

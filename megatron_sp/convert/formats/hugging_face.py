@@ -105,7 +105,7 @@ class HuggingFace:
             _write_json(path / INDEX, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
         tokenizers.copy_files(model.tokenizer, path)
         document = _document(model, family, {info.dtype for info in store.tensors().values()})
-        if not _is_of(model, family):  # a model that came from there keeps its own
+        if _original(model, family) is None:  # a model that came from there keeps its own
             ids, notes = tokenizers.special_ids(model, path)
             document |= ids
             if not model.config.is_bert:
@@ -134,45 +134,39 @@ class HuggingFace:
 
 def _open(path: Path) -> TensorStore:
     for index, single, contents in ((INDEX, SINGLE, _in_safetensors), (BIN_INDEX, BIN, _in_torch_file)):
+        names, weight_map = [single], dict[str, str]()
         if (path / index).exists() or (path / index).is_symlink():
-            return _open_sharded(path, index, contents)
-        if (path / single).exists() or (path / single).is_symlink():
-            return _open_files(path, [single], contents)[0]
+            weight_map = _weight_map(path / index)
+            names = sorted(set(weight_map.values()))
+        elif not (path / single).exists() and not (path / single).is_symlink():
+            continue
+        files: dict[str, str] = {}
+        described: dict[str, TensorInfo] = {}
+        readers: dict[str, Callable[[], Tensor]] = {}
+        for file in names:
+            for name, info, read in contents(path / file):
+                if name in files:
+                    raise CheckpointError(f"{path}: {name[:200]} is in {files[name]} and again in {file}")
+                files[name], described[name], readers[name] = file, info, read
+        for name, file in weight_map.items():
+            if files.get(name) != file:
+                raise CheckpointError(f"{path / index} says that {name[:200]} is in {file}, and it is not: the download"
+                                      " is incomplete or mixed")  # fmt: skip
+        return Store(described, lambda name, readers=readers: readers[name]())  # type: ignore[misc]
     others = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".safetensors"))
     there = f", but {', '.join(others[:5])}" if others else ""
     raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}, nor {BIN}{there}: save the model as safetensors")
 
 
-def _open_sharded(path: Path, index: str, contents: Callable[[Path], Contents]) -> Store:
-    document = parse_object(read_small_file(path / index, _MAX_INDEX_BYTES), str(path / index), _MAX_INDEX_VALUES)
-    weight_map = document.get("weight_map")
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = parse_object(read_small_file(index, _MAX_INDEX_BYTES), str(index), _MAX_INDEX_VALUES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{path / index} has no weight_map of names to files")
+        raise CheckpointError(f"{index} has no weight_map of names to files")
     for file in set(weight_map.values()):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", file):
-            raise CheckpointError(f"{path / index} names the file {file[:200]!r}: only plain names of files in the same"
-                                  " folder are allowed")  # fmt: skip
-    store, files = _open_files(path, sorted(set(weight_map.values())), contents)
-    for name, file in weight_map.items():
-        if files.get(name) != file:
-            raise CheckpointError(f"{path / index} says that {name[:200]} is in {file}, and it is not: the download is"
-                                  " incomplete or mixed")  # fmt: skip
-    return store
-
-
-def _open_files(
-    folder: Path, names: Iterable[str], contents: Callable[[Path], Contents]
-) -> tuple[Store, dict[str, str]]:
-    # the tensors of several files, and the file of each
-    files: dict[str, str] = {}
-    described: dict[str, TensorInfo] = {}
-    readers: dict[str, Callable[[], Tensor]] = {}
-    for file in names:
-        for name, info, read in contents(folder / file):
-            if name in files:
-                raise CheckpointError(f"{folder}: {name[:200]} is in {files[name]} and again in {file}")
-            files[name], described[name], readers[name] = file, info, read
-    return Store(described, lambda name: readers[name]()), files
+            raise CheckpointError(f"{index} names the file {file[:200]!r}: only plain names of files in the same folder"
+                                  " are allowed")  # fmt: skip
+    return weight_map
 
 
 def _in_safetensors(path: Path) -> Contents:
@@ -233,18 +227,18 @@ def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
     return sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
 
 
-def _is_of(model: Model, family: Family) -> bool:
+def _original(model: Model, family: Family) -> dict[str, Any] | None:
     original = model.settings.get("hf")
-    return isinstance(original, dict) and original.get("model_type") == family.model_type
+    return original if isinstance(original, dict) and original.get("model_type") == family.model_type else None
 
 
 def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[str, Any]:
     # the source's own if it describes the same model, else with the family's entries for the model
-    original, config = model.settings.get("hf"), model.config
+    original, config = _original(model, family), model.config
     architecture = family.architecture(classifies=model.num_classes > 0, has_order=config.has_order_head)
     entries = {"architectures": [architecture], "model_type": family.model_type, **family.document(config)}
     entries["torch_dtype"] = _names(dtypes)[0] if len(dtypes) == 1 else "float32"
-    if not isinstance(original, dict) or not _is_of(model, family):
+    if original is None:
         return {**entries, **_labels(model.num_classes)}
     labels = original.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else original.get("num_labels", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -246,7 +247,11 @@ def _plain(file: RankFile, inner: Mapping[Any, Any], parameters: list[Parameter]
     others = [p for p in parameters if not is_decayed(p.name, p.shape)]
     for candidate in ([parameters], [decayed, others], [others, decayed]):
         members = [group for group in candidate if group]
-        if [len(group) for group in members] == counts and _shapes_fit(members, numbers, state):
+        if [len(group) for group in members] != counts:
+            continue
+        pairs = zip(itertools.chain(*members), itertools.chain(*numbers), strict=True)
+        states = ((p.shape, state.get(number)) for p, number in pairs)
+        if all(isinstance(s, dict) and getattr(s.get("exp_avg"), "shape", None) == shape for shape, s in states):
             break
     else:
         raise CheckpointError(f"{where}: the optimizer has groups of {counts} parameters, the model {len(decayed)} with"
@@ -264,15 +269,6 @@ def _plain(file: RankFile, inner: Mapping[Any, Any], parameters: list[Parameter]
                     raise CheckpointError(f"{where}: {kind} number {number} is not of the shape of {shown}: {_WAY_OUT}")
                 tensors[kind] = Stored(record, f"{file.rank.path.name}:optimizer.{kind}.{number}")
             yield parameter, tensors
-
-
-def _shapes_fit(groups: list[list[Parameter]], numbers: list[list[Any]], state: Mapping[Any, Any]) -> bool:
-    for group, part in zip(groups, numbers, strict=True):
-        for parameter, number in zip(group, part, strict=True):
-            one = state.get(number)
-            if not isinstance(one, dict) or getattr(one.get("exp_avg"), "shape", None) != parameter.shape:
-                return False
-    return True
 
 
 def _distributed(
