@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, **BIG},
     "groups": {
         **LLAMA, **BIG, "untie_embeddings_and_output_weights": False, "qk_layernorm": True, "kv_channels": 10, "add_qkv_bias": True,
-        "apply_layernorm_1p": True, "num_attention_heads": 8, "num_query_groups": 4, "vocab_size": 300,
+        "apply_layernorm_1p": True, "num_attention_heads": 8, "num_query_groups": 4, "vocab_size": 300, "rotary_percent": 0.4,
     },
     "bert": {**BERT, **BIG, "bert_head_activation": "gelu", "vocab_size": 131},
     "bert-one-segment": {**BERT, **BIG, "bert_head_activation": "gelu", "bert_no_binary_head": True, "num_tokentypes": 0,
@@ -82,12 +82,15 @@ def to_native(source: Path, target: Path, *more: Any) -> dict[str, Tensor]:
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.names}-{value.tp}x{value.pp}x{value.chunks}-{value.row_order}",
 )  # fmt: skip
-def test_files_of_all_kinds_are_read(tmp_path: Path, shape: str, kind: Kind) -> None:
+def test_files_of_all_kinds_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str, kind: Kind) -> None:
+    """Bit for bit; and the reference computes the same logits from the files alone."""
     config = config_of(shape, num_layers=max(2, kind.pp * kind.chunks))
-    tensors = random_tensors(config)
+    tensors = random_tensors(config, torch.float64)
     source = theirs.save(tmp_path / "theirs", theirs.rank_trees(config, tensors, kind))
     more = ["--qkv-layout", kind.order] if kind.order else []
-    assert_equal(to_native(source, tmp_path / "ours", *more), tensors)
+    assert_equal(to_native(source, tmp_path / "ours", "--verify", *more), tensors)
+    told = capsys.readouterr().err
+    assert "the reference in plain torch on" in told and ", in float64" in told
 
 
 def ours_as_model(shape: str, dtype: torch.dtype = torch.float32, *, optimizer: bool = False, num_layers: int = 2) -> Model:

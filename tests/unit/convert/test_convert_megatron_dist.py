@@ -88,7 +88,7 @@ def test_folders_of_torch_are_read(tmp_path: Path, shape: str, stacked: bool, ma
     tensors = with_optimizer(random_tensors(config, torch.bfloat16))
     stored_there = with_states(config, tensors, kind, main, stacked=stacked)
     source = folder_of(tmp_path / "theirs", config, stored_there, tensor_model_parallel_size=2)
-    assert_equal(to_native(source, tmp_path / "ours"), tensors)
+    assert_equal(to_native(source, tmp_path / "ours", "--verify"), tensors)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_pairs_of_neighbours_are_read_alike_from_both_formats(tmp_path: Path, ca
     there = with_states(config, tensors, kind, "fp32_param", stacked=False)
     source = folder_of(tmp_path / "dist", config, there, tensor_model_parallel_size=2, rotary_interleaved=True)
     ranks = theirs.save(tmp_path / "ranks", theirs.rank_trees(config, weights, kind, rotary_interleaved=True))
-    found, of_ranks = to_native(source, tmp_path / "ours"), to_native(ranks, tmp_path / "again")
+    found, of_ranks = to_native(source, tmp_path / "ours", "--verify"), to_native(ranks, tmp_path / "again", "--verify")
     assert_equal({name: found[name] for name in weights}, of_ranks)
     for name in weights:
         assert torch.equal(found[f"optimizer.exp_avg.{name}"], found[name]), name
