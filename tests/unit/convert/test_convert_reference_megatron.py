@@ -1,4 +1,4 @@
-"""The reference on files of Megatron: a wrong era gives other logits, and --set counts. That it gives ours, tests of reading show by --verify."""
+"""The reference on files of Megatron: a wrong era gives other logits, --set counts. That it gives ours, tests of reading show (--verify)."""
 
 from __future__ import annotations
 
