@@ -117,7 +117,7 @@ class Checkpointer:
             raise ValueError(f"{given} at least 1, or None")
         self._run_dir = run_dir
         self.ranks = Together(rank, world_size, group)
-        self.faults = faults or FaultPlan.none()
+        self.faults = faults or FaultPlan()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._max_file_bytes = max_file_bytes
         self._planned: tuple[Description, SavePlan] | None = None
@@ -305,12 +305,8 @@ class Checkpointer:
         unasked = self.ranks.each(lambda: sorted(set(listed.tensors) - set(tensors)))
         unwanted = set.intersection(*map(set, unasked))  # not requested by any rank
 
-        def check_fit() -> None:
-            for name, tensor in tensors.items():
-                tensor.check(name)
-            _require_fit(step_dir, listed, tensors, set() if partial else unwanted - set(unread), cast)
-
-        self.ranks.each(check_fit)
+        unexpected = set() if partial else unwanted - set(unread)
+        self.ranks.each(lambda: _require_fit(step_dir, listed, tensors, unexpected, cast))
         # the ranks share headers and tilings, too; then each reads what it wants
         rows = self.ranks.each(lambda: load.read_headers(step_dir, self._share(load.data_files(listed))))
         index = load.make_index(step_dir, listed, (row for of_rank in rows for row in of_rank))
@@ -324,6 +320,8 @@ def _require_fit(
 ) -> None:
     # raise CheckpointError, with a table of the tensors that cannot be loaded as requested
     rows: list[tuple[str, str, str]] = []  # name, in the checkpoint, wanted
+    for name, tensor in wanted.items():
+        tensor.check(name)
     for name, tensor in wanted.items():
         asked = f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
         if name not in listed.tensors:

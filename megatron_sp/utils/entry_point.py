@@ -88,7 +88,8 @@ def code_of(main: Callable[[], int | None]) -> int:
 def run_program(main: Callable[[], int | None]) -> NoReturn:
     """Run a program's ``main`` and exit with its code; a failure of standard output has a code of its own."""
     code, as_usual = 1, True
-    watch_imports()
+    if not any(isinstance(finder, _BeforeImports) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeImports())
     try:
         with streams.checked():
             try:
@@ -109,10 +110,9 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
 
 
 def leave(code: int, *, as_usual: bool = True) -> NoReturn:
-    """Exit this process with streams flushed, but without the interpreter's shutdown. Call it from the main thread.
+    """Exit with streams flushed, but without the interpreter's shutdown; for the main thread.
 
-    Args:
-        as_usual: first wait for non-daemon threads and run ``atexit`` handlers; not after a failure.
+    ``as_usual``: first wait for non-daemon threads and run ``atexit`` handlers; not after a failure.
     """
     # The shutdown is unsafe for a process that has joined a process group: the threads of gloo and NCCL live as long as
     # their group is referenced, and one that requests the interpreter lock during shutdown (to release a tensor, for a
@@ -137,19 +137,14 @@ def leave(code: int, *, as_usual: bool = True) -> NoReturn:
 
 
 class _BeforeImports(MetaPathFinder):
-    # finds nothing, but checks the limit before torch or numpy is imported, and torch's version
+    # finds nothing, but raises ConfigError before torch or numpy is imported if there is too little address space for
+    # it, or torch is too old
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname in _NEEDED:
             require_address_space(fullname)
         if fullname == "torch":
             require_torch()
         return None
-
-
-def watch_imports() -> None:
-    """Make importing torch or numpy raise ConfigError if there is too little address space or torch is too old."""
-    if not any(isinstance(finder, _BeforeImports) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _BeforeImports())
 
 
 def require_address_space(package: str = "torch") -> None:

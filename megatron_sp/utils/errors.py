@@ -31,16 +31,14 @@ class ConfigError(ReportedError, ValueError):
 
 
 class CheckpointError(ReportedError):
-    """Unusable checkpoint."""
+    """Checkpoint that is missing, incomplete, damaged, or of another model."""
 
-    # missing, incomplete, damaged, or of another model
     exit_code = EXIT_CHECKPOINT
 
 
 class DataError(ReportedError):
-    """Unusable data or tokenizer."""
+    """Data or tokenizer that is missing, damaged, or does not fit the model."""
 
-    # missing, damaged, or does not fit the model
     exit_code = EXIT_DATA
 
 
@@ -51,9 +49,8 @@ class NumericsError(ReportedError):
 
 
 class DiskError(ReportedError):
-    """The run cannot write."""
+    """No space, no permission, or a failing disk."""
 
-    # no space, no permission, or a failing disk
     exit_code = EXIT_DISK
 
 

@@ -45,10 +45,6 @@ class FaultPlan:
     faults: tuple[_Fault, ...] = ()
 
     @classmethod
-    def none(cls) -> FaultPlan:
-        return cls()
-
-    @classmethod
     def from_env(cls, enabled: bool, rank: int, attempt: int = 0) -> FaultPlan:
         """Read the plan for this rank. Raises ConfigError: the variable is set but not enabled, or unreadable."""
         text = os.environ.get(FAULT_VARIABLE, "")
@@ -97,4 +93,4 @@ def _parse(text: str) -> _Fault:
     return _Fault(kind, point, **{k: int(v) for k, v in fields.items() if k in numbers})  # type: ignore[arg-type]
 
 
-NO_FAULTS = FaultPlan.none()
+NO_FAULTS = FaultPlan()

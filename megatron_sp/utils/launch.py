@@ -239,7 +239,7 @@ class _Variables:
         single = "a single process: srun --ntasks=1, or unset SLURM_STEP_NUM_TASKS"
         self.remedy = f"Start it with srun, or with scripts/slurm.sbatch; {single}"
         self.agree(size, self.step_size)
-        if _has_terminal():
+        if sys.stdin is not None and sys.stdin.isatty():
             shell = f"this shell is one of the {size} tasks of `srun --pty`"
             self.problems.append(f"{shell}, and the others do not run this command")
         rank = self.below("SLURM_PROCID", size, self.step_size)
@@ -288,7 +288,3 @@ def tasks_per_host(text: str) -> list[int]:
             return []
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _has_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+# the largest integer that a flag takes if it has no bound of its own: products of two fit into 128 bits, sums into 64
 MAX_COUNT = 10**15
-"""Largest integer that a flag takes if it has no bound of its own: products of two fit into 128 bits, sums into 64."""
 
 
 def divide(a: int, b: int) -> int:

@@ -62,11 +62,11 @@ def parse_object(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice[:100]!r} is given twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the name {name[:100]!r} is given twice")
+        result[name] = value
     return result
 
 

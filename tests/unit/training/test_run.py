@@ -63,7 +63,7 @@ def make_context(folder: Path, *flags: object) -> RunContext:
     return RunContext(
         config=config, task=GPT, launch=launch, groups=groups, peers=Peers(["here"], [os.getpid()], ["here"]), run_dir=folder,
         status=RunStatus(), console=Lines(), watchdog=SimpleNamespace(beat=lambda _: None),  # type: ignore[arg-type]
-        signals=StopSignals(), kill_switch=KillSwitch(), faults=FaultPlan.none(),
+        signals=StopSignals(), kill_switch=KillSwitch(), faults=FaultPlan(),
     )  # fmt: skip
 
 

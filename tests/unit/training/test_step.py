@@ -45,7 +45,7 @@ def make_step(
     sharded = build_sharded(build_model, Config(), ParallelContext(), None, torch.device("cpu"))
     optimizer = FlatOptimizer(sharded.units, OptimizerConfig(adam_eps=EPS, clip_grad=clip))
     parts = StepParts(sharded.model, sharded.weights, sharded.gradients, optimizer, scaler or make_scaler())
-    return TrainStep(parts, GPT.loss, ALONE, options or StepOptions(7, False, "sdpa"), faults or FaultPlan.none())
+    return TrainStep(parts, GPT.loss, ALONE, options or StepOptions(7, False, "sdpa"), faults or FaultPlan())
 
 
 def run(step: TrainStep, number: int = 1, batches: list[Batch] = BATCHES, **more: Any) -> StepResult:

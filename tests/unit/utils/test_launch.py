@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_sp.utils import launch as launch_module
@@ -122,7 +124,7 @@ def test_what_is_missing_or_wrong_is_named(env: dict[str, str], words: str) -> N
 
 
 def test_a_terminal_of_srun_is_not_taken_for_all_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "_has_terminal", lambda: True)
+    monkeypatch.setattr(launch_module.sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(ConfigError, match="this shell is one of the 5 tasks of `srun --pty`"):
         Launch.from_env(STEP)
     assert Launch.from_env({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == ALONE
