@@ -37,45 +37,15 @@ def test_streams_are_those_of_the_standard() -> None:
         assert mt19937_64(3, count).tolist() == mt19937_64(3, 1000)[:count].tolist()
 
 
-class Words:
-    """The two generators once more, word by word, as they are written down in the literature."""
-
-    def __init__(self, seed: int, bits: int) -> None:
-        self.bits, self.at = bits, 0
-        self.n, self.m, self.r, self.a, f = (624, 397, 31, 0x9908B0DF, 1812433253) if bits == 32 else (
-            312, 156, 31, 0xB5026F5AA96619E9, 6364136223846793005,
-        )  # fmt: skip
-        self.x = [seed % 2**bits]
-        for i in range(1, self.n):
-            self.x.append((f * (self.x[-1] ^ (self.x[-1] >> (bits - 2))) + i) % 2**bits)
-
-    def draw(self) -> int:
-        k = self.at
-        low = (1 << self.r) - 1
-        word = (self.x[k] & ~low) | (self.x[(k + 1) % self.n] & low)
-        self.x[k] = self.x[(k + self.m) % self.n] ^ (word >> 1) ^ (self.a if word & 1 else 0)
-        self.at = (k + 1) % self.n
-        y = self.x[k]
-        if self.bits == 32:
-            y ^= y >> 11
-            y ^= (y << 7) & 0x9D2C5680
-            y ^= (y << 15) & 0xEFC60000
-            return y ^ (y >> 18)
-        y ^= (y >> 29) & 0x5555555555555555
-        y ^= (y << 17) & 0x71D67FFFEDA60000
-        y ^= (y << 37) & 0xFFF7EEE000000000
-        return y ^ (y >> 43)
-
-
 def literal(bounds: list[int], lengths: list[int], rule: SampleRule, max_samples: int, max_epochs: int) -> list[list[int]]:
     """The rows by the definition: epoch by epoch, document by document, sentence by sentence."""
-    generator = Words(rule.seed, 32)
+    draws = itertools.chain.from_iterable(mt19937_blocks(rule.seed, 1000))
     ratio = int(1 / rule.short_seq_prob + 0.5) if rule.short_seq_prob else 0
 
     def target_length() -> int:
         if ratio == 0:
             return rule.max_length
-        draw = generator.draw()
+        draw = int(next(draws))
         return 2 + draw % (rule.max_length - 1) if draw % ratio == 0 else rule.max_length
 
     rows: list[list[int]] = []
@@ -92,9 +62,8 @@ def literal(bounds: list[int], lengths: list[int], rule: SampleRule, max_samples
                 if left == 0 or (size >= target and left > 1 and taken >= rule.min_sentences):
                     rows.append([begin, sentence + 1, target])
                     begin, size, taken, target = sentence + 1, 0, 0, target_length()
-    generator = Words(rule.seed + 1, 64)
-    for i in range(len(rows) - 1, 0, -1):
-        j = generator.draw() % (i + 1)
+    for i, draw in zip(range(len(rows) - 1, 0, -1), mt19937_64(rule.seed + 1, max(len(rows) - 1, 0)).tolist(), strict=True):
+        j = draw % (i + 1)
         rows[i], rows[j] = rows[j], rows[i]
     return rows
 

@@ -1,10 +1,10 @@
-"""The three arrays of GPT samples: golden values, and against a literal walk over the documents."""
+"""The three arrays of GPT samples: golden values and limits; ``test_megatron_order.py`` has random data against plain loops."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_sp.data import gpt_dataset
@@ -34,70 +34,6 @@ def test_golden_values(num_samples: int) -> None:
     assert index.document.tolist() == document and index.document.dtype == np.int32
     assert index.sample.tolist() == sample and index.sample.dtype == np.int32
     assert index.shuffle.tolist() == shuffle and index.shuffle.dtype == np.uint32
-
-
-def literal(lengths: list[int], ids: list[int], s: int, num_samples: int | None, seed: int) -> tuple[list, list, list]:
-    """The same by the definition: epochs one by one, documents one by one, samples one by one."""
-    per_epoch = sum(lengths[i] for i in ids)
-    epochs, total = 1, per_epoch
-    while num_samples is not None and total < num_samples * s + 1:
-        epochs, total = epochs + 1, total + per_epoch
-    before_last = ((epochs - 1) * per_epoch - 1) // s
-    apart = epochs > 1 and num_samples is not None and num_samples - before_last < int(0.8 * ((per_epoch - 1) // s))
-    random = np.random.RandomState(seed)
-    parts = [epochs - 1, 1] if apart else [epochs]
-    document: list[int] = []
-    for count in parts:
-        part = np.array(list(ids) * count, np.int32)
-        random.shuffle(part)
-        document += part.tolist()
-    n = (total - 1) // s
-    cuts, position, offset = [[0, 0]], 0, 0
-    for _ in range(n):
-        missing = s + 1
-        while missing:
-            left = lengths[document[position]] - offset
-            missing -= left
-            if missing <= 0:  # it ends here; the last token is also the first of the next sample
-                offset += missing + left - 1
-                missing = 0
-            else:
-                position, offset = position + 1, 0
-        cuts.append([position, offset])
-    groups = [np.arange(before_last), np.arange(before_last, n)] if apart else [np.arange(n)]
-    shuffle: list[int] = []
-    for group in groups:
-        group = group.astype(np.uint32)
-        random.shuffle(group)
-        shuffle += group.tolist()
-    return document, cuts, shuffle
-
-
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=15).filter(lambda v: sum(v) > 0),
-    s=st.integers(1, 40),
-    num_samples=st.none() | st.integers(1, 60),
-    seed=st.integers(0, 2**32 - 1),
-    skip=st.integers(0, 3),
-)
-@example(lengths=[0, 0, 5], s=2, num_samples=9, seed=1, skip=0)  # empty sequences first
-@example(lengths=[5, 0], s=4, num_samples=1, seed=1, skip=0)  # and last
-@example(lengths=[200], s=3, num_samples=100, seed=7, skip=0)  # one document, many samples
-@example(lengths=[1] * 15, s=1, num_samples=60, seed=7, skip=0)  # a cut in every document
-@example(lengths=[10] * 10, s=9, num_samples=12, seed=7, skip=0)  # last epoch apart
-@settings(max_examples=300, deadline=None)
-def test_equals_the_literal_walk(lengths: list[int], s: int, num_samples: int | None, seed: int, skip: int) -> None:
-    ids = list(range(min(skip, len(lengths) - 1), len(lengths)))
-    per_epoch = sum(lengths[i] for i in ids)
-    if per_epoch == 0:
-        return
-    plan = plan_epochs(per_epoch, s, num_samples)
-    index = build_gpt_index(np.array(lengths, np.int32), np.array(ids), s, plan, seed)
-    document, cuts, shuffle = literal(lengths, ids, s, num_samples, seed)
-    assert index.document.tolist() == document
-    assert index.sample.tolist() == cuts
-    assert index.shuffle.tolist() == shuffle
-    assert plan.num_samples == len(shuffle) >= (num_samples or 0)
 
 
 def test_last_epoch_is_shuffled_apart_only_when_little_of_it_is_used() -> None:
