@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, launch: Launch) -> None:
     # rank 0 serves, the others compute with it
     from megatron_sp.inference import team as inference
     from megatron_sp.inference.decoder import Decoder
-    from megatron_sp.inference.serving.engine import Engine, Slots
+    from megatron_sp.inference.serving.engine import Engine, follow
     from megatron_sp.inference.serving.request import Limits
     from megatron_sp.inference.serving.server import Api, is_loopback, open_socket, serve, warning_about
     from megatron_sp.models.gpt import GPTModel
@@ -109,10 +109,10 @@ def _run(options: argparse.Namespace, launch: Launch) -> None:
         # rank 0 gets the signal too, finishes the requests in progress, and tells the others when to stop
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        Slots(decoder).follow(lambda: cast("list[object]", team.broadcast(None)))
+        follow(decoder, lambda: cast("list[object]", team.broadcast(None)))
         return
-    slots = Slots(decoder, team.broadcast if team.size > 1 else None)
-    engine = Engine(slots, tokenizer, options.max_queue, options.request_timeout)
+    tell = team.broadcast if team.size > 1 else None
+    engine = Engine(decoder, tokenizer, options.max_queue, options.request_timeout, tell)
     key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     limits = Limits(positions, min(options.max_tokens or positions, positions), engine.capacity)
     path = Path(options.load).resolve()

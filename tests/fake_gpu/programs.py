@@ -108,7 +108,7 @@ def serve(flags: list[str]) -> int:
 def _serve(options: object, launch: Launch) -> None:
     from megatron_sp.inference import team as inference
     from megatron_sp.inference.decoder import Decoder
-    from megatron_sp.inference.serving.engine import Slots
+    from megatron_sp.inference.serving.engine import Engine, follow
     from megatron_sp.models.gpt import GPTModel
 
     team = inference.join(options, launch)  # type: ignore[arg-type]
@@ -117,19 +117,20 @@ def _serve(options: object, launch: Launch) -> None:
     decoder = Decoder(model, 4, size, capture=inference.capture(options, team, model.config))  # type: ignore[arg-type]
     decoder.reserve(32)
     if team.rank > 0:
-        Slots(decoder).follow(lambda: cast("list[object]", team.broadcast(None)))
+        follow(decoder, lambda: cast("list[object]", team.broadcast(None)))
         return
-    slots = Slots(decoder, team.broadcast if team.size > 1 else None)
-    slots.call("read", [1, 2, 3], True, False)
-    slots.call("again")
-    slots.call("read", [4, 5, 6, 7, 8], True, True)
-    slots.call("step", [9, 10, 11])
-    slots.call("drop", 0)
-    slots.call("read", [12], False, False)
+    engine = Engine(decoder, loaded.stored.tokenizer, 0, 1.0, team.broadcast if team.size > 1 else None)
+    call = engine._call
+    call("read", [1, 2, 3], True, False)
+    call("again")
+    call("read", [4, 5, 6, 7, 8], True, True)
+    call("step", [9, 10, 11])
+    call("drop", 0)
+    call("read", [12], False, False)
     for _ in range(2):
-        slots.call("step", [13, 14])
+        call("step", [13, 14])
     assert len(decoder.lengths) == 2
-    slots.tell(["stop"])
+    engine._tell(["stop"])
 
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {

@@ -135,37 +135,28 @@ class Sequence:
         return text, own, top | {text: own} if top else top, offset
 
 
-class Slots:
-    """A decoder on all ranks: what rank 0 calls here, the others do in ``follow``.
-
-    ``tell`` sends a command to the other ranks; None: there are none, or this is one of them.
-    """
-
-    def __init__(self, decoder: Decoder, tell: Callable[[list[Any]], None] | None = None) -> None:
-        self.decoder, self.has_followers, self.tell = decoder, tell is not None, tell or (lambda command: None)
-
-    def call(self, name: str, *args: Any) -> Any:
-        self.tell([name, *args])
-        return getattr(self.decoder, name)(*args)
-
-    def follow(self, hear: Callable[[], list[Any]]) -> None:
-        """Execute the commands of rank 0 until it stops."""
-        while (command := hear())[0] != "stop":
-            if command[0] != "idle":
-                getattr(self.decoder, command[0])(*command[1:])
+def follow(decoder: Decoder, hear: Callable[[], list[Any]]) -> None:
+    """Do what rank 0's engine does to its decoder, until it stops; for the other ranks."""
+    while (command := hear())[0] != "stop":
+        if command[0] != "idle":
+            getattr(decoder, command[0])(*command[1:])
 
 
 class Engine:
     """The queue of requests, of which ``max_queue`` sequences may wait, and what of it the model has in its rows.
 
     All methods but ``turn`` are called on the event loop. ``turn`` runs in a thread beside it, one at a time; the only
-    thing that changes meanwhile is that ``submit`` appends to the queue and requests are marked as cancelled.
+    thing that changes meanwhile is that ``submit`` appends to the queue and requests are marked as cancelled. ``tell``
+    sends a command to the other ranks, which ``follow``; None: there are none.
     """
 
-    def __init__(self, slots: Slots, tokenizer: Tokenizer, max_queue: int, timeout_s: float) -> None:
-        self._slots, self._tokenizer, self._timeout_s = slots, tokenizer, timeout_s
-        self._max_rows = slots.decoder.max_rows
-        self.capacity = self._max_rows + max_queue
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, max_queue: int, timeout_s: float,
+        tell: Callable[[list[Any]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._decoder, self._tokenizer, self._timeout_s = decoder, tokenizer, timeout_s
+        self._has_followers, self._tell = tell is not None, tell or (lambda command: None)
+        self.capacity = decoder.max_rows + max_queue
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # sequence i is in row i
         self._reading: Job | None = None  # whose prompt the model has now
@@ -212,24 +203,24 @@ class Engine:
                     try:
                         await asyncio.wait_for(self._changed.wait(), _IDLE_S)
                     except asyncio.TimeoutError:  # TimeoutError itself only from Python 3.11 on
-                        await in_thread(thread, self._slots.tell, ["idle"])  # so that the other ranks do not time out
+                        await in_thread(thread, self._tell, ["idle"])  # so that the other ranks do not time out
                 for job, event in await in_thread(thread, self.turn):
                     job.events.put_nowait(event)
             for job in {sequence.job for sequence in (*self._waiting, *self._running)}:
                 job.events.put_nowait(_unavailable())
             if not self.broken:
-                await in_thread(thread, self._slots.tell, ["stop"])
+                await in_thread(thread, self._tell, ["stop"])
 
     def turn(self) -> list[tuple[Job, Piece | ApiError]]:
         """Let the model read a prompt, or take a step with all that run; return the new output."""
         events = self._end_jobs()
-        may_read = len(self._waiting) > 0 and len(self._running) < self._max_rows
+        may_read = len(self._waiting) > 0 and len(self._running) < self._decoder.max_rows
         self._has_read = may_read and not (self._has_read and self._running)
         try:
             if self._has_read:
                 self._read_prompt(events)
             elif self._running:
-                logits = self._slots.call("step", [sequence.tokens[-1] for sequence in self._running])
+                logits = self._call("step", [sequence.tokens[-1] for sequence in self._running])
                 for row in range(
                     len(self._running) - 1, -1, -1
                 ):  # backwards: the last, which fills a freed row, is done
@@ -242,7 +233,7 @@ class Engine:
         ) as error:  # a single process goes on; with other ranks, whose state is unknown, the engine stops
             message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             print(f"error: {message}", file=sys.stderr, flush=True)
-            if self._slots.has_followers:
+            if self._has_followers:
                 self.broken, self._stopping = f"the model failed: {message}", True
             jobs = {sequence.job for sequence in self._running}
             for job in jobs | ({self._reading} if self._reading is not None else set()):
@@ -250,7 +241,7 @@ class Engine:
                 job.cancelled = True
             self._running.clear()
             self._reading = self._shared = None
-            self._slots.decoder.clear()
+            self._decoder.clear()
         return events
 
     def _end_jobs(self) -> list[tuple[Job, Piece | ApiError]]:
@@ -273,8 +264,12 @@ class Engine:
                 events.append((job, _unavailable() if is_drained else ApiError(504, late, code="timeout")))
         return events
 
+    def _call(self, name: str, *args: Any) -> Any:
+        self._tell([name, *args])
+        return getattr(self._decoder, name)(*args)
+
     def _drop(self, row: int) -> None:
-        self._slots.call("drop", row)
+        self._call("drop", row)
         last = self._running.pop()
         if row < len(self._running):
             self._running[row] = last
@@ -282,17 +277,17 @@ class Engine:
     def _read_prompt(self, events: list[tuple[Job, Piece | ApiError]]) -> None:
         # one prompt, for all its samples that find a row; they keep their places in the queue until then
         has_read = False
-        while self._waiting and len(self._running) < self._max_rows:
+        while self._waiting and len(self._running) < self._decoder.max_rows:
             sequence = self._waiting[0]
             needs_row = sequence.spec.max_tokens > 1
             self._reading = sequence.job
             if self._shared is not None and self._shared[0].prompt is sequence.prompt:
                 logits = self._shared[1]
                 if needs_row:
-                    self._slots.call("again")
+                    self._call("again")
             elif not has_read:
                 has_read = True
-                logits = self._slots.call("read", sequence.prompt.ids, needs_row, sequence.wants_all_logits)
+                logits = self._call("read", sequence.prompt.ids, needs_row, sequence.wants_all_logits)
             else:
                 break
             self._shared = (sequence, logits) if sequence.sample + 1 < sequence.spec.n else None

@@ -12,13 +12,18 @@ from megatron_sp.inference.generation import Sampling
 from megatron_sp.utils.errors import ReportedError
 
 DEFAULT_MAX_TOKENS = 16
-_MOST_SAMPLES, _MOST_STOPS, _MOST_LOGPROBS = 128, 4, 5
+_MOST_SAMPLES, _MOST_STOPS = 128, 4
+# default, least and greatest value; whose default is a float may be any number, the others are integers
+_NUMBERS: dict[str, tuple[float | None, int, int]] = {
+    "n": (1, 1, _MOST_SAMPLES), "best_of": (None, 1, _MOST_SAMPLES), "max_tokens": (None, 0, 2**31),
+    "seed": (None, -(2**63), 2**63 - 1), "top_p": (1.0, 0, 1), "temperature": (1.0, 0, 100), "top_k": (0, 0, 2**31),
+    "logprobs": (None, 0, 5),
+}  # fmt: skip
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""), "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}),
 }  # fmt: skip
 _KNOWN = {
-    "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "best_of", "stream", "stream_options",
-    "logprobs", "echo", "stop", "seed", "user", *_WITHOUT_EFFECT,
+    "model", "prompt", "stream", "stream_options", "echo", "stop", "user", *_NUMBERS, *_WITHOUT_EFFECT,
 }  # fmt: skip
 
 
@@ -84,29 +89,39 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
         if body.get(name) not in values:
             raise ApiError(400, f"'{name}' is not supported: leave it out", name)
     require_model(body.get("model"), model_name)
-    n = _number(body, "n", 1, 1, _MOST_SAMPLES)
-    if _number(body, "best_of", n, 1, _MOST_SAMPLES) != n:
+    numbers: dict[str, Any] = {}
+    for name, (default, low, high) in _NUMBERS.items():  # null counts as missing
+        value, is_real = body.get(name), isinstance(default, float)
+        kind = (int, float) if is_real else int
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high):
+            raise ApiError(
+                400, f"'{name}' must be {'a number' if is_real else 'an integer'} from {low} to {high}", name
+            )
+        numbers[name] = default if value is None else float(value) if is_real else value
+    for name in ("echo", "stream"):
+        if not isinstance(body.get(name), bool | None):
+            raise ApiError(400, f"'{name}' must be true or false", name)
+    n, echo, stream = numbers["n"], bool(body.get("echo")), bool(body.get("stream"))
+    if numbers["best_of"] not in (None, n):
         raise ApiError(400, f"'best_of' must be 'n' ({n}): choices are not ranked", "best_of")
     prompts = _prompts(body.get("prompt"), tokenizer)
     if len(prompts) * n > limits.max_sequences:
         choices = f"{len(prompts)} prompts * n ({n}) are more than the {limits.max_sequences} choices"
         raise ApiError(400, f"{choices} this server accepts at once", "n")
-    echo = _boolean(body, "echo")
-    max_tokens = _max_tokens(_number(body, "max_tokens", None, 0, 2**31), prompts, limits, echo)
-    seed, top_p = _number(body, "seed", None, -(2**63), 2**63 - 1), _number(body, "top_p", 1.0, 0, 1)
-    temperature, top_k = _number(body, "temperature", 1.0, 0, 100), _number(body, "top_k", 0, 0, 2**31)
-    sampling = Sampling(temperature, top_k, max(top_p, 1e-9), secrets.randbits(62) if seed is None else seed)
+    max_tokens = _max_tokens(numbers["max_tokens"], prompts, limits, echo)
+    seed = secrets.randbits(62) if numbers["seed"] is None else numbers["seed"]
+    sampling = Sampling(numbers["temperature"], numbers["top_k"], max(numbers["top_p"], 1e-9), seed)
     stop = body.get("stop")
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stop):
         raise ApiError(400, f"'stop' must be a text, or a list of up to {_MOST_STOPS}, none of them empty", "stop")
-    logprobs, stream = _number(body, "logprobs", None, 0, _MOST_LOGPROBS), _boolean(body, "stream")
     usage = {} if body.get("stream_options") is None else body["stream_options"]
     is_usage = isinstance(usage, dict) and not set(usage) - {"include_usage"}
     if not is_usage or not isinstance(usage.get("include_usage", False), bool):
         rule = "'stream_options' must be an object with the field 'include_usage', true or false"
         raise ApiError(400, rule, "stream_options")
-    return Completion(prompts, max_tokens, sampling, n, stop, logprobs, echo, stream, usage.get("include_usage", False))
+    includes_usage = usage.get("include_usage", False)
+    return Completion(prompts, max_tokens, sampling, n, stop, numbers["logprobs"], echo, stream, includes_usage)
 
 
 def require_model(asked: Any, model_name: str) -> None:
@@ -114,23 +129,6 @@ def require_model(asked: Any, model_name: str) -> None:
     if asked is not None and asked != model_name:
         none = f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'"
         raise ApiError(404, none, "model", "model_not_found")
-
-
-def _number(body: dict[str, Any], name: str, default: float | None, low: int, high: int) -> Any:
-    # a number of the body, an integer unless the default is a float; null counts as missing
-    value, real = body.get(name), isinstance(default, float)
-    if value is None:
-        return default
-    if not isinstance(value, (int, float) if real else int) or isinstance(value, bool) or not low <= value <= high:
-        raise ApiError(400, f"'{name}' must be {'a number' if real else 'an integer'} from {low} to {high}", name)
-    return float(value) if real else value
-
-
-def _boolean(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ApiError(400, f"'{name}' must be true or false", name)
-    return bool(value)
 
 
 def _max_tokens(asked: int | None, prompts: list[Prompt], limits: Limits, echo: bool) -> int:

@@ -13,7 +13,7 @@ from support import stored_models
 from megatron_sp.data.tokenizers import ByteTokenizer
 from megatron_sp.inference.decoder import Decoder
 from megatron_sp.inference.generation import Sampling, complete
-from megatron_sp.inference.serving.engine import Engine, Job, Piece, Sequence, Slots, StopText
+from megatron_sp.inference.serving.engine import Engine, Job, Piece, Sequence, StopText
 from megatron_sp.inference.serving.request import ApiError, Completion, Limits, parse_body
 from megatron_sp.inference.serving.server import is_loopback, open_socket, require_packages, warning_about
 from megatron_sp.models.gpt import GPTModel
@@ -161,7 +161,7 @@ def model() -> GPTModel:
 def new_engine(model: GPTModel, rows: int, max_queue: int, timeout_s: float = 1e6) -> Engine:
     decoder = Decoder(model, rows, TOKENIZER.vocab_size)
     decoder.reserve(model.config.max_positions)
-    return Engine(Slots(decoder), TOKENIZER, max_queue, timeout_s)
+    return Engine(decoder, TOKENIZER, max_queue, timeout_s)
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_in_company_as_alone(model: GPTModel, engine: Engine) -> None:
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """The calls of the model, as they come."""
     calls = list[list[Any]]()
-    monkeypatch.setattr(engine._slots, "tell", calls.append)
+    monkeypatch.setattr(engine, "_tell", calls.append)
     return calls
 
 
@@ -332,13 +332,13 @@ def test_a_failure_of_the_model_is_an_answer(model: GPTModel, engine: Engine, mo
         raise MemoryError("no room")
 
     nan = torch.full((1, 257), float("nan"))
-    engine._slots.has_followers = has_followers
+    engine._has_followers = has_followers
     for method, act, max_tokens, text in (
         ("step", broken, 5, "MemoryError: no room"), ("read", broken, 5, "MemoryError: no room"),
         ("read", lambda *_: nan, 1, "not finite"),  # also for a request that never has a row
     ):  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(engine._slots.decoder, method, act)
+            patch.setattr(engine._decoder, method, act)
             client = Client(engine, prompt="ab", max_tokens=max_tokens)
             take_turns(engine, client)
         assert client.error is not None and client.error.status == 500 and text in str(client.error)
