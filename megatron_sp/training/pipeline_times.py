@@ -131,15 +131,8 @@ def planned(plan: PipelinePlan, took: Timetable) -> Timetable:
     return Timetable(tuple(tuple(Box(action, start[action], stop[action]) for action in actions) for actions in drawn))
 
 
-class Waits(NamedTuple):
-    """Seconds that ranks waited for messages, before and after they were sent."""
-
-    until_sent: float
-    under_way: float
-
-
-def waits_for_messages(ranks: Sequence[RankTimes]) -> Waits:
-    """Return how long ranks waited for what had not been sent, and how long for messages under way."""
+def waits_for_messages(ranks: Sequence[RankTimes]) -> tuple[float, float]:
+    """Return the seconds that ranks waited for what had not been sent, and for messages under way."""
     shifts = clock_shifts(ranks)
     sent = {name: at + shift for rank, shift in zip(ranks, shifts, strict=True) for name, at in rank.sent.items()}
     before = after = 0.0
@@ -148,15 +141,14 @@ def waits_for_messages(ranks: Sequence[RankTimes]) -> Waits:
             # a sender's clock may be known less well than a message is short
             idle = min(exposed, max(0.0, sent[name] - (end + shift - exposed)))
             before, after = before + idle, after + exposed - idle
-    return Waits(before, after)
+    return before, after
 
 
 COLUMNS = 48  # of a rank's row on the console
 _LEFT, _RIGHT, _ROW, _LANE = 64, 16, 30, 24  # pixels
 _NARROWEST, _WIDEST, _LETTER = 840, 12_000, 6.5
 # after Okabe and Ito, whose colours colour-blind readers can tell apart, each a background for black letters; lighter:
-# a rank's later
-# stages
+# a rank's later stages
 _STYLE = """
   .in { font: 11px sans-serif; fill: #1b1f24; text-anchor: middle }
   .F { fill: #56b4e9 } .B { fill: #2eb88f } .W { fill: #e69f00 }

@@ -69,10 +69,6 @@ class Pipeline:
         """Return the schedule of a step of so many micro-batches, checked."""
         return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches, self.num_slices, self._costs)
 
-    def forward_plan(self, num_micro_batches: int) -> PipelinePlan:
-        """Return the order of forward passes alone."""
-        return forward_plan(self.rank_of, self.size, num_micro_batches)
-
 
 def _of_stages(stages: Sequence[int]) -> str:
     return f"pipeline stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
@@ -121,7 +117,8 @@ class PipelinedPasses:
         self._enter: Callable[[Direction], None] = (lambda _: None) if recorder is None else recorder.enter
         self._model = cast("Any", model)
         count = len(micro_batches)
-        self.plan = pipeline.forward_plan(count) if gradients is None else pipeline.plan(count)
+        forward_only = gradients is None
+        self.plan = forward_plan(pipeline.rank_of, pipeline.size, count) if forward_only else pipeline.plan(count)
         self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._contexts: dict[int, tuple[ForwardContext, KeysOfSlices]] = {}
         last = "F" if gradients is None else "B"

@@ -40,26 +40,22 @@ class ShardedModel:
     fingerprint: Fingerprint  # fingerprint of the initial parameters, before sharding
     host: HostCopies | None  # copies for master weights in host memory (--offload-optimizer), else None
     # index of the unit that the first and the last rank of a pipeline share, if this is one of them
-    table: int | None = None
+    tables: tuple[int, ...] = ()
     # ranks that have the same parameters of a unit, by index, where they are others than those of dp x cp x sp
     own_groups: dict[int, Group] = field(default_factory=dict)
-    experts: tuple[int, ...] = ()  # indices of the units of experts
 
     def optimizer(
         self, config: Config, groups: ParallelGroups | None, kernel: Literal["torch", "apex"] = "torch"
     ) -> FlatOptimizer:
         """Return the optimizer of the model; without groups for this process alone."""
+        decoupled = table_names(self.model)
         if groups is None:
-            return FlatOptimizer(
-                self.units, config.optimizer, host=self.host, kernel=kernel, decoupled=table_names(self.model)
-            )
-        whole, elsewhere = counted_by(
-            groups, len(self.units), self.own_groups, () if self.table is None else (self.table,),
-            has_experts=config.model.has_experts,
-        )  # fmt: skip
+            return FlatOptimizer(self.units, config.optimizer, host=self.host, kernel=kernel, decoupled=decoupled)
+        has_experts = config.model.has_experts
+        whole, elsewhere = counted_by(groups, len(self.units), self.own_groups, self.tables, has_experts=has_experts)
         return FlatOptimizer(
             self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel,
-            whole=whole, counted_elsewhere=elsewhere, decoupled=table_names(self.model),
+            whole=whole, counted_elsewhere=elsewhere, decoupled=decoupled,
         )  # fmt: skip
 
 
@@ -84,8 +80,7 @@ def build_sharded(
     zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_cp_sp)
     units: list[FlatUnit] = []
     own_groups: dict[int, Group] = {}
-    shared: list[int] = []
-    experts: list[int] = []
+    tables: list[int] = []
     fingerprint = Fingerprint()
 
     def take(model: nn.Module, unit: Unit) -> None:
@@ -96,11 +91,10 @@ def build_sharded(
         of_unit = zero.of(unit.alike)
         if unit.name == TABLE and groups is not None and groups.ends is not None:
             of_unit = Zero(of_unit.stage, groups.ends)
-            shared.append(len(units))
+            tables.append(len(units))
             own_groups[len(units)] = groups.ends
         elif unit.alike == "experts" and groups is not None:
             of_unit = Zero(parallel.zero_stage, layout.ep.replicas)
-            experts.append(len(units))
             own_groups[len(units)] = layout.ep.replicas
         fingerprint.add(named, of_experts=unit.alike == "experts")
         units.append(FlatUnit(unit.name, named, shard_specs(model), of_unit, offload=parallel.offload_optimizer))
@@ -126,9 +120,7 @@ def build_sharded(
     attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:
         attach_units(units)
-    return ShardedModel(
-        model, units, weights, gradients, fingerprint, host, shared[0] if shared else None, own_groups, tuple(experts)
-    )
+    return ShardedModel(model, units, weights, gradients, fingerprint, host, tuple(tables), own_groups)
 
 
 def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:

@@ -153,12 +153,6 @@ def test_a_disk_that_is_full_in_the_background(tmp_path: Path, rank: int) -> Non
     ]  # fmt: skip
 
 
-def test_a_disk_that_is_full_at_the_last_save_is_exit_code_6(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(tmp_path, "--save", run, *EVERY_2, ranks=2, fault="full:rank=1:at=save.write:step=6").expect(6, "could not be written")
-    assert saved_steps(run) == [2, 4] and status(run)["exit_code"] == 6
-
-
 def test_too_little_host_memory_means_waiting(tmp_path: Path) -> None:
     """One rank of two has too little: none saves in the background, and one line says so."""
     run = tmp_path / "run"

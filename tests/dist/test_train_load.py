@@ -106,13 +106,6 @@ def test_load_of_ones_own_folder_goes_on(run: Path, tmp_path: Path, part: str) -
     assert saved_steps(run)[-1] == 8
 
 
-def test_auto_resume_of_an_empty_folder_starts_afresh(tmp_path: Path, old: Path) -> None:
-    (tmp_path / "run").mkdir()
-    outcome = train(tmp_path, "--save", tmp_path / "run", "--auto-resume").expect(0, "steps 0 to 6")
-    assert "resumed" not in outcome.text
-    assert_same_run(tmp_path / "run", old)
-
-
 def test_auto_resume_prefers_its_own_checkpoints_to_those_of_load(run: Path, old: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     flags = ("--save", new, "--load", run, "--ckpt-step", 2, "--auto-resume")
@@ -270,13 +263,6 @@ def test_skip_train_needs_no_learning_rate_and_no_optimizer_state(tmp_path: Path
     train(tmp_path, "--save", bare, "--no-save-optim", data=data).expect(0)
     valid = ("--valid-data-path", tmp_path / "d" / "x", "--vocab-size", 60)
     train(tmp_path, "--load", bare, "--skip-train", "--eval-iters", 2, "--lr", 0.7, data=valid).expect(0, "valid at step 6: lm loss")
-
-
-def test_too_few_samples_for_one_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(tmp_path, "--train-samples", 3, "--save", run).expect(2, "train_samples (3)", "one step takes (4)")
-    train(tmp_path, "--train-samples", 11, "--save", run).expect(0, "steps 0 to 2")
-    assert [r["consumed_samples"] for r in records(run)] == [4, 8]
 
 
 @pytest.mark.often("2-32")

@@ -49,12 +49,6 @@ def test_too_many_in_a_row(tmp_path: Path) -> None:
     train(tmp_path, *again, ranks=2).expect(0)
 
 
-def test_accumulated_micro_batches_are_poisoned_as_one_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(tmp_path, "--save", run, *EACH, "--micro-batch-size", 1, fault="nan:at=grad:step=3").expect(0)
-    assert_same_tensors(tensors(run, 3), tensors(run, 2))
-
-
 def test_overflow_of_a_high_loss_scale_is_ordinary(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--fp16", "--initial-loss-scale", 2.0**28, "--hysteresis", 1, "--max-bad-steps", 0, "--loss-scale-window", 1000)

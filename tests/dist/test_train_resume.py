@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -210,17 +209,3 @@ def test_a_restart_goes_on_from_its_own_checkpoints_not_from_those_it_began_with
     train(tmp_path, *flags, ranks=2, attempt=1).expect(0, "step-000005")
     assert_same_tensors(tensors(run), tensors(clean))
     train(tmp_path, *flags, "--auto-resume", ranks=2).expect(0, "step-000006")
-
-
-def test_more_steps_than_planned_at_first(tmp_path: Path, clean: Path) -> None:
-    """The schedule of a constant rate has another length: refused until one of the two flags says which counts."""
-    run = tmp_path / "run"
-    refused = train(tmp_path, "--load", clean, "--save", run, "--train-iters", 8, ranks=2).expect(2, "--override-opt-param-scheduler")
-    assert "length: 24 in the checkpoint, 32 here" in refused.text and "horizon: 24" in refused.text
-    assert refused.texts[1] == "", "rank 0 alone says what all ranks met"
-    for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
-        run = tmp_path / flag
-        train(tmp_path, "--load", clean, "--save", run, "--train-iters", 8, flag, ranks=2).expect(0)
-        assert [r["step"] for r in records(run)] == [7, 8]
-    assert os.listdir(clean / "checkpoints"), "the source is left alone"
-    assert saved_steps(clean) == [4, 6]

@@ -32,15 +32,11 @@ FOREIGN = ("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_", "NODE_RANK", "
 
 
 class Host:
-    """Somewhere to start commands.
-
-    Attributes:
-        address: where the other host finds it.
-        inside: the words before a command that is to run there.
-    """
+    """Somewhere to start commands."""
 
     def __init__(self, address: str, *inside: str) -> None:
-        self.address, self.inside = address, inside
+        self.address = address  # where the other host finds it
+        self.inside = inside  # the words before a command that is to run there
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
@@ -120,17 +116,13 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout_s: float = PATIEN
 
 
 class Job:
-    """The same command on both hosts.
-
-    Attributes:
-        processes: the launcher of each host.
-    """
+    """The same command on both hosts."""
 
     def __init__(self, hosts: list[Host], tmp_path: Path, *flags: object, **variables: object) -> None:
         self._hosts, self._folder, self._flags = hosts, tmp_path, flags
         self._variables: dict[str, object] = {"NNODES": 2, "MASTER_ADDR": hosts[0].address, "MASTER_PORT": free_port(), **variables}
         self._outputs: list[Path] = []
-        self.processes = [self._start(i) for i in range(2)]
+        self.processes = [self._start(i) for i in range(2)]  # the launcher of each host
 
     def _start(self, i: int) -> subprocess.Popen[str]:
         self._outputs.append(self._folder / f"host{i}-{len(self._outputs)}.txt")

@@ -10,11 +10,7 @@ from megatron_sp.config.schema import Config
 
 
 class LogWriter:
-    """Writes a run folder; its clock stands still unless told to go on.
-
-    Args:
-        folder: created.
-    """
+    """Writes a run folder; its clock stands still unless told to go on."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

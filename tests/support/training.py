@@ -72,15 +72,10 @@ def bert(words: list[str]) -> None:
 
 @dataclass
 class Outcome:
-    """How the ranks of one run ended.
+    """How the ranks of one run ended."""
 
-    Attributes:
-        codes: exit codes, negative for a signal, like subprocess's.
-        texts: what each rank wrote to standard output and standard error.
-    """
-
-    codes: list[int]
-    texts: list[str]
+    codes: list[int]  # negative for a signal, like subprocess's
+    texts: list[str]  # what each rank wrote to standard output and standard error
 
     @property
     def text(self) -> str:
@@ -219,12 +214,7 @@ def time_is_over(seconds: float) -> None:
 def run_once(
     factory: pytest.TempPathFactory, layouts: Mapping[str, tuple[int, tuple[object, ...]]], *flags: object, program: Program = gpt
 ) -> Callable[[str], Path]:
-    """Runs that several tests look at, each made when it is asked for first: a layout's, by its name, with a checkpoint after step 3.
-
-    Args:
-        layouts: ranks and flags under their names.
-        flags: of all.
-    """
+    """Runs that several tests look at, each made when it is asked for first: a layout's, by its name, with a checkpoint after step 3."""
 
     @cache
     def run_of(name: str) -> Path:

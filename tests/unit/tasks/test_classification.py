@@ -233,14 +233,6 @@ def test_scores_are_those_of_the_definitions(num: int) -> None:
         assert got["exact_match"] == got["accuracy"], "without groups each example is one"
 
 
-def test_scores_by_hand() -> None:
-    """Confusion (true by predicted) 3 1 / 2 4: accuracy 7/10, F1 of the second 8/11, Matthews (12 - 2) / sqrt(5 * 5 * 4 * 6)."""
-    true = np.array([0] * 4 + [1] * 6)
-    predicted = np.array([0, 0, 0, 1, 0, 0, 1, 1, 1, 1])
-    got = scores(predicted, true, ("no", "yes"))
-    assert got == pytest.approx({"accuracy": 0.7, "exact_match": 0.7, "f1": 8 / 11, "matthews": 10 / math.sqrt(600)})
-
-
 def test_scores_where_one_is_not_defined() -> None:
     got = scores(np.zeros(3, int), np.array([0, 1, 0]), ("a", "b"))
     assert got["matthews"] == 0 and got["f1"] == 0 and got["accuracy"] == pytest.approx(2 / 3)

@@ -116,34 +116,17 @@ def _resumes(folder: Path) -> None:
         assert loop.train(run, Saves(run)) == 0 and run.state.progress.consumed_samples == 16
 
 
-def _finetunes(folder: Path, old: Path) -> None:
-    with contextlib.ExitStack() as closing:
-        run = prepare(make_context(folder, "--load", old, "--finetune", "--lr", 3e-2, "--seed", 9), closing)
-        assert run.origin is not None and run.origin.finetunes and not run.continues_own
-        assert run.state.progress.step == 0 and run.parts.optimizer.num_updates == 0
-
-
-def _is_refused(folder: Path) -> None:
-    """A resume that would silently be another run."""
-    part, code, message = refused(folder, "--auto-resume", "--hidden-size", 64)
-    assert (part, code) == ("build_tokenizer", 3) and "hidden_size: 32 in the checkpoint, 64 here" in message
-    part, code, message = refused(folder, "--auto-resume", "--lr", 3e-2)
-    assert (part, code) == ("load_checkpoint", 2) and "peak: 0.01 in the checkpoint, 0.03 here" in message
-    part, code, message = refused(folder, "--auto-resume", "--seed", 9)
-    assert (part, code) == ("load_checkpoint", 4) and "the training data is not what the checkpoint was trained on" in message
-    part, code, message = refused(folder)
-    assert (part, code) == ("find_origin", 3) and "add --auto-resume" in message
-
-
 def _whole_life(tmp_path: Path) -> None:
     run = tmp_path / "run"
     _trains(run)
-    _is_refused(run)
+    part, code, message = refused(run)
+    assert (part, code) == ("find_origin", 3) and "add --auto-resume" in message
+    part, code, message = refused(run, "--auto-resume", "--seed", 9)
+    assert (part, code) == ("load_checkpoint", 4) and "the training data is not what the checkpoint was trained on" in message
     _resumes(run)
-    _finetunes(tmp_path / "tuned", run)
 
 
-def test_the_parts_of_a_run_that_begins_resumes_and_is_finetuned(tmp_path: Path) -> None:
+def test_the_parts_of_a_run_that_begins_and_resumes(tmp_path: Path) -> None:
     run_ranks(_whole_life, 1, tmp_path, tmp_path)
 
 
