@@ -172,19 +172,23 @@ class MemoryEstimate:
         """Compare the prediction with what was measured, in bytes and seconds, in a log line."""
         if self._kind == "cuda":
             of_graphs = f", {format_bytes(graphs)} of them for captured steps" if graphs else ""
-            found = f"measured {format_bytes(measured)} allocated and {format_bytes(reserved)} reserved{of_graphs}"
+            measurement = (
+                f"measured {format_bytes(measured)} allocated and {format_bytes(reserved)} reserved{of_graphs}"
+            )
         else:
             before = f", {format_bytes(self._before)} of it before the model was built" if self._before else ""
-            found = f"measured {format_bytes(measured)} resident (the whole process{before})"
+            measurement = f"measured {format_bytes(measured)} resident (the whole process{before})"
         if not self.is_own:
-            return f"memory: {found}; a step: {step_s:.3g} s"
+            return f"memory: {measurement}; a step: {step_s:.3g} s"
         if not self._run:
-            return f"memory: predicted roughly {format_bytes(self.memory.peak)}, {found}; a step: {step_s:.3g} s"
+            return f"memory: predicted roughly {format_bytes(self.memory.peak)}, {measurement}; a step: {step_s:.3g} s"
         sent, share = self._run["sent_bytes"], self._run["can_hide_bytes"] / max(1, self._run["sent_bytes"])
         number = self._run["collectives"]
         moved = f"{format_bytes(sent)} sent in {number:,} collectives, {share:.0%} can run under computation"
         predicted = format_bytes(self._run["predicted_bytes"])
-        return f"memory: predicted {predicted}, {found}; a step: {step_s:.3g} s, {moved if sent else 'nothing sent'}"
+        return (
+            f"memory: predicted {predicted}, {measurement}; a step: {step_s:.3g} s, {moved if sent else 'nothing sent'}"
+        )
 
 
 def resident_bytes() -> int:

@@ -65,7 +65,7 @@ class RankTimes:
         """Take what a recorder knows of a step."""
         messages = [flight for flight in step.flights if flight.what.pipe is not None]
         return cls(
-            [Box(*each) for each in step.actions],
+            [Box(*times) for times in step.actions],
             {flight.name: flight.begin for flight in messages if flight.what.op == "send"},
             {flight.name: (flight.end, flight.exposed) for flight in messages if flight.what.op == "receive"},
         )
@@ -79,10 +79,12 @@ class RankTimes:
         }
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> RankTimes:
+    def from_json(cls, record: dict[str, Any]) -> RankTimes:
         """Return what ``as_json`` was made of."""
-        actions = [Box(Action(*row[:4]), *row[4:]) for row in found["actions"]]
-        return cls(actions, found["sent"], {name: (end, exposed) for name, (end, exposed) in found["received"].items()})
+        actions = [Box(Action(*row[:4]), *row[4:]) for row in record["actions"]]
+        return cls(
+            actions, record["sent"], {name: (end, exposed) for name, (end, exposed) in record["received"].items()}
+        )
 
 
 def clock_shifts(ranks: Sequence[RankTimes]) -> list[float]:

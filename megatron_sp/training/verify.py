@@ -106,8 +106,8 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         config.model.hidden_dropout = 0.0
     _fit_layers(config, launch, groups, dtype, say)
     plan = BatchPlan.from_config(config.batch, groups.dp_size, config.model.seq_length)
-    each = min(_MICRO_BATCHES, plan.num_microbatches(0))
-    num_samples = each * plan.micro_batch_size * groups.dp_size
+    per_rank = min(_MICRO_BATCHES, plan.num_microbatches(0))
+    num_samples = per_rank * plan.micro_batch_size * groups.dp_size
     with all_ranks_agree(groups.control):
         dataset = task.build_datasets(config, tokenizer, (num_samples, 0, 0)).train
         assert dataset is not None
@@ -120,26 +120,26 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
             seed=seed, deal_rows=deal_rows,
         )  # fmt: skip
         with loader:
-            return [on_device(micro, groups.device) for micro in loader.step(0, each)]
+            return [on_device(micro, groups.device) for micro in loader.step(0, per_rank)]
 
     step = _Step(config, task, dtype, groups)
-    everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
+    all_batches = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
     reference = None
     exactly = task.exactly if dtype == torch.float64 and groups.device.type == "cpu" else nullcontext
-    if everybody:
+    if all_batches:
         with exactly():
-            reference = step.run(ParallelContext(), None, [micro for of_rank in everybody for micro in of_rank])
+            reference = step.run(ParallelContext(), None, [micro for of_rank in all_batches for micro in of_rank])
     tp_seq = " with sequence parallel" if config.parallel.sequence_parallel else ""
     sizes = f"tp {groups.tp.size()}{tp_seq}, sp {groups.sp.size()}"
     sizes += f", cp {groups.cp.size()}" if groups.cp.size() > 1 else ""
     sizes += f", pp {groups.pp.size()} ({config.parallel.pipeline_kind})" if groups.pp.size() > 1 else ""
     say(
         f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers,"
-        f" {str(dtype).removeprefix('torch.')}, {num_samples} sequences of {config.model.seq_length} tokens in {each}"
+        f" {str(dtype).removeprefix('torch.')}, {num_samples} sequences of {config.model.seq_length} tokens in {per_rank}"
         " micro-batches for each data-parallel rank"
     )
-    replayed = _settle_routing(config, reference, groups, each, say)
-    mine, good, pipeline = batches(groups.dp_rank), True, build_pipeline(config, groups)
+    replayed = _settle_routing(config, reference, groups, per_rank, say)
+    own_batches, good, pipeline = batches(groups.dp_rank), True, build_pipeline(config, groups)
     experts = expert_parallel(config, groups)
     for mode in modes_to_try(config):
         layout = ParallelContext.of(
@@ -150,7 +150,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
             ep=experts,
         )  # fmt: skip
         with exactly():
-            outcome = step.run(layout, groups, mine, pipeline, replayed)
+            outcome = step.run(layout, groups, own_batches, pipeline, replayed)
         title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"
         good = _compare(title, outcome, reference, groups, TOLERANCE[dtype], say) and good
     say("verify: the layout equals one process" if good else "verify: FAILED, the layout does not equal one process")
@@ -224,10 +224,10 @@ class _Step:
 
 
 def _settle_routing(
-    config: Config, reference: _Outcome | None, groups: ParallelGroups, each: int, say: Callable[[str], None]
+    config: Config, reference: _Outcome | None, groups: ParallelGroups, per_rank: int, say: Callable[[str], None]
 ) -> list[Tensor] | None:  # fmt: skip
     # Report the smallest margin of the one process's choices; return this rank's if they must be replayed. Collective.
-    # reference: the outcome on one process, on rank 0; each: the micro-batches of a data-parallel rank.
+    # reference: the outcome on one process, on rank 0; per_rank: the micro-batches of a data-parallel rank.
     if not config.model.has_experts:
         return None
     watched = None if reference is None else reference.watched
@@ -241,11 +241,11 @@ def _settle_routing(
         return None
     choices = None if watched is None else watched.choices()
     shapes = broadcast_json(None if choices is None else [list(choice.shape) for choice in choices], groups.control)
-    found = []
+    replayed = []
     for index, shape in enumerate(shapes):
         whole = torch.empty(shape, dtype=torch.int64) if choices is None else choices[index].cpu()
-        found.append(broadcast(whole.contiguous(), groups.control).to(groups.device))
-    return found[groups.dp_rank * each : (groups.dp_rank + 1) * each]
+        replayed.append(broadcast(whole.contiguous(), groups.control).to(groups.device))
+    return replayed[groups.dp_rank * per_rank : (groups.dp_rank + 1) * per_rank]
 
 
 def _add_noise(params: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], seed: int) -> None:
@@ -288,8 +288,8 @@ def _compare(
     for name, shape in broadcast_json(all_shapes, control):
         whole_grad = torch.empty(shape, dtype=dtype)
         if want is not None:
-            theirs, grad = want.grads[name]
-            for offsets, view in theirs.pieces(grad):
+            spec, grad = want.grads[name]
+            for offsets, view in spec.pieces(grad):
                 whole_grad[_place(offsets, view)] = view.cpu()
         broadcast(whole_grad, control)
         pieces = [] if name not in got.grads else list(got.grads[name][0].pieces(got.grads[name][1]))

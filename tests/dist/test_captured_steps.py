@@ -92,21 +92,6 @@ def test_a_run_that_is_stopped_and_goes_on_keeps_its_choice(tmp_path: Path) -> N
     assert state(captured, 5)["layout"]["cuda_graphs"] is state(captured)["layout"]["cuda_graphs"] is True
 
 
-def test_a_signal_between_replays(tmp_path: Path) -> None:
-    """The run is saved after the step, as an eager one is."""
-
-    def stopped(rank: int) -> None:
-        from megatron_sp.training import loop
-
-        plain = loop._wants_stop
-        loop._wants_stop = lambda run: plain(run) or run.state.progress.step == 3
-
-    eager, captured = tmp_path / "eager", tmp_path / "captured"
-    train(tmp_path, "--save", eager, "--train-iters", 4, ranks=2).expect(0)
-    train(tmp_path, *ON, "--save", captured, ranks=2, setup=with_tapes(stopped)).expect(0, "stopped at step 4")
-    assert_same_run(captured, eager)
-
-
 @pytest.mark.long
 def test_all_ranks_make_one_choice(tmp_path: Path) -> None:
     """A capture fails on one rank, that of the update, in which no collectives are: no rank uses its own."""
