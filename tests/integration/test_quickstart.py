@@ -36,8 +36,8 @@ def run(command: str, cwd: Path, **variables: str) -> str:
 @pytest.mark.slow
 @needs_venv
 def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
-    """From nothing, with a part of the text and few steps: what it learns is not to be seen here."""
-    variables = {"QUICKSTART_OUT": str(tmp_path), "QUICKSTART_STEPS": "8", "QUICKSTART_BYTES": "400000"}
+    """From nothing, with a tenth of the text and few steps: what it learns is not to be seen here."""
+    variables = {"QUICKSTART_OUT": str(tmp_path), "QUICKSTART_STEPS": "8", "QUICKSTART_BYTES": "1000000"}
     first = run("bash scripts/quickstart.sh", ROOT, **variables)
     records, notes = read_records(tmp_path / "gpt")
     starts = [r["step"] for r in records if r["kind"] == "start"]
