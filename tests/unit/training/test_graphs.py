@@ -111,6 +111,7 @@ MADE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.often("plain-1", "plain-4", "dropout that a kernel draws-3", "fp32 with a loss scale-3", "two rates-3", "SGD-3")
 @pytest.mark.parametrize(("name", "count"), [*(("plain", count) for count in NUM_GRAPHS), *((name, 3) for name in MADE if name != "plain")])
 def test_captured_steps_have_the_bits_of_eager_ones(name: str, count: int, captures: Callable[[], int]) -> None:
     step, other = make_step(**MADE[name]), make_step(**MADE[name])

@@ -69,7 +69,8 @@ def _chooses(fastest: tuple[int, int], tp: int) -> None:
     assert float(total) == 4
 
 
-@pytest.mark.parametrize("fastest, tp", [((1, 4), 1), ((2, 2), 1), ((4, 1), 1), pytest.param((2, 2), 2, marks=pytest.mark.long)])
+@pytest.mark.often("fastest1-1")
+@pytest.mark.parametrize("fastest, tp", [((1, 4), 1), ((2, 2), 1), ((4, 1), 1), ((2, 2), 2)])
 def test_the_fastest_is_taken_on_all_ranks(tmp_path: Path, fastest: tuple[int, int], tp: int) -> None:
     run_ranks(_chooses, 4 * tp, tmp_path, fastest, tp)
 
