@@ -95,53 +95,6 @@ def test_choices_ignore_case() -> None:
     assert parse("--lr-decay-style wsd --lr-wsd-decay-iters 2").optimizer.lr_decay_style == "WSD"
 
 
-@pytest.mark.parametrize(("more", "expected"), [
-    ("--num-layers abc", "--num-layers: expected an integer, got 'abc'"),
-    ("--num-layers 2.5", "--num-layers: expected an integer, got '2.5'"),
-    ("--train-iters 1e3", "--train-iters: expected an integer, got '1e3': write 1000"),
-    ("--train-iters 1e400", "--train-iters: expected an integer, got '1e400'"),
-    ("--num-layers", "--num-layers: expected an integer, got nothing"),
-    ("--num-layers --bf16", "--num-layers: expected an integer, got nothing"), ("--lr fast", "--lr: expected a number, got 'fast'"),
-    ("--lr nan", "--lr: expected a finite number, got 'nan'"), ("--lr inf", "--lr: expected a finite number, got 'inf'"),
-    ("--normalization batch", "--normalization: expected one of LayerNorm, RMSNorm, got 'batch'"),
-    ("--rampup-batch-size 2 b", "--rampup-batch-size: expected an integer, got 'b'"),
-    ("--data-path", "--data-path: expected one or more texts, got nothing"),
-    ("--bf16 True", "unexpected 'True': --bf16 takes no value"), ("--bf16 pt", "unexpected 'pt': --bf16 takes no value"),
-    ("--use-mcore-models yes", "unexpected 'yes': --use-mcore-models takes no value"),
-    ("--bf16=maybe", "--bf16: expected true or false, got 'maybe'"), ("--lr 1 2", "unexpected '2': --lr takes one value"),
-    ("-lr 1", "unexpected '-lr': a flag begins with --"), ("--", "unexpected '--'"),
-    (["--load", ""], "--load: expected a text, got an empty text (an unset shell variable?)"),
-    (["--load", "a\nb" * 99, "--lr", "x\x1b[31m" * 99], "--lr: expected a number, got 'x?[31m"),
-    ("--window-size 4,4", "--window-size: expected N tokens, or Megatron's N-1,0, got '4,4': no token sees later ones"),
-    ("--window-size (-1,0)", "--window-size: expected N tokens, or Megatron's N-1,0, got '(-1,0)'"),
-    ("--window-size wide", "--window-size: expected an integer, got 'wide'"),
-    ("--window-size", "--window-size: expected an integer, got nothing"),
-    ("--wandb-run-name", "--wandb-run-name: expected a text, got nothing"),
-    ("--load-tag best", "--load-tag: expected global_stepN, got 'best': --ckpt-step N says which step is loaded"),
-    ("--profile-steps 3", "--profile-steps: expected two integers joined by a comma, got '3'"),
-    ("--train-tokens x", "--train-tokens: expected an integer, got 'x'"),
-    ("--train-tokens -5", "--train-tokens (-5) must be at least 0"),
-    ("--config", "--config: expected the path of a YAML file, got nothing"),
-])  # fmt: skip
-def test_wrong_values(more: str | list[str], expected: str) -> None:
-    text = error(more)
-    assert expected in text and len(text) < 300
-
-
-@pytest.mark.parametrize(("more", "expected"), [
-    ("--num-layesr 3", "--num-layesr is unknown: did you mean --num-layers?"),
-    ("--num_layer 3", "--num_layer is unknown: did you mean --num-layers"),
-    ("--lr-warmup 3", "--lr-warmup is unknown: did you mean --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples?"),
-    ("--wandb-projct x", "did you mean --wandb-project?"),
-    ("--trasformer-impl local", "did you mean --transformer-impl?"), ("--qqq", "--qqq is unknown; --help lists all flags"),
-    ("--cofnig x", "did you mean --config?"),
-    ("--no-such-thing 1 2 3", "--no-such-thing is unknown"),
-])  # fmt: skip
-def test_mistyped_names(more: str, expected: str) -> None:
-    text = error(more)
-    assert expected in text and "\n" not in text
-
-
 def test_a_beginning_is_not_completed() -> None:
     assert "--num-lay is unknown: did you mean --num-layers" in error("--num-lay 3")
 

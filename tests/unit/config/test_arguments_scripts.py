@@ -156,19 +156,6 @@ def test_names_that_change_nothing(words: str) -> None:
     assert [note.split()[0] for note in set(c.ignored_flags) - set(plain.ignored_flags)] and "not supported" not in str(c.ignored_flags)
 
 
-@pytest.mark.parametrize(("words", "reason"), [
-    ("--glu-activation reglu", "gates are swiglu or geglu"), ("--glu-activation liglu", "gates are swiglu or geglu"),
-    ("--rope-type yarn", "positions are learned_absolute, rope or none"),
-    ("--attention-head-type grouped", "multihead or multiquery"),
-    ("--moe-router-load-balancing-type sinkhorn", "depends on which tokens a rank has"), ("--export-te-mcore-model", "distillation"),
-    ("--spec my.layers layer_spec", "all of one shape"),
-    ("--spec my.layers local", "all of one shape"),
-])  # fmt: skip
-def test_words_that_would_be_another_model(words: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        config(f"{MEGATRON_LM_345M} {words}")
-
-
 @pytest.mark.parametrize(("theirs", "ours"), [("nccl2", "nccl"), ("hccl", "auto")])
 def test_collective_backends_of_other_programs(theirs: str, ours: str) -> None:
     assert config(f"{MEGATRON_LM_345M} --device cuda --distributed-backend {theirs}").parallel.distributed_backend == ours

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from typing import Any
 
@@ -120,15 +119,6 @@ def test_a_softmax_of_sigmoids_is_nothing() -> None:
     assert not made.model.moe_router_pre_softmax and any("--moe-router-pre-softmax (scores that are" in note for note in made.ignored_flags)
 
 
-@pytest.mark.parametrize(("flag", "reason"), [
-    ("--moe-apply-probs-on-input", "a factor of its result, not of its input"), ("--moe-shared-expert-gate", "without a gate"),
-    ("--moe-input-jitter-eps 0.1", "by their router's scores alone"),
-])  # fmt: skip
-def test_what_would_compute_something_else_is_refused(flag: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        parse(f"--num-experts 8 {flag}")
-
-
 @pytest.mark.parametrize(("words", "layers", "topk", "balance", "whole"), [
     ("--deepspeed --num-experts 8", (1, 3), 1, 0.1, True),
     ("--deepspeed --num-experts 8 --topk 2", (1, 3), 2, 0.1, False),
@@ -168,23 +158,6 @@ def test_without_capacities_every_token_is_computed(flag: str) -> None:
     assert said in parse(f"--num-experts 8 {flag}").ignored_flags
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    ("--num-experts 8 16", "these have 8 and 16: give one number"),
-    ("--num-experts 8 8 8", "has 3 numbers, and with num_layers 4 and --expert-interval 2 there are 2 layers with experts"),
-    ("--num-experts 8 x", "--num-experts: expected an integer, got 'x'"),
-    ("--num-experts 8 --expert-interval 5", "layer number 5 would be the first with experts, and num_layers is 4"),
-    ("--num-experts 8 --expert-interval 0", "--expert-interval (0) must be at least 1"),
-    ("--num-experts 8 --mlp-type residual", "weighed against them by a router of its own"),
-    ("--moe-num-experts 8 --moe-loss-weight much", "--moe-loss-weight: expected a number"),
-    ("--moe-num-experts 8 --moe-normalize-expert-weights 2", "other norms are not there"),
-    ("--moe-num-experts 8 --moe-zloss-weight 1e-3", "say --moe-z-loss-coeff, which is of each layer"),
-    ("--moe-top2-2nd-expert-sampling", "did you mean --disable-moe-top2-2nd-expert-sampling"),
-])  # fmt: skip
-def test_what_their_words_cannot_mean(words: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        parse(words)
-
-
 def test_what_a_checkpoint_says_is_not_assumed() -> None:
     shapeless = "--load run --use-checkpoint-args --mock-data --lr 1e-3 --train-iters 1 --seq-length 16"
     for words in ("--deepspeed --num-experts 8", "--num-experts 8 --expert-interval 2 --moe-loss-coeff 0.01"):
@@ -205,12 +178,6 @@ def test_megablocks_shares_experts_among_as_many_ranks_as_it_can() -> None:
 def test_deepspeeds_topk_of_1_is_a_softmax_over_all_experts(words: str, pre_softmax: bool) -> None:
     """Its gate multiplies by the score itself, and with 2 it divides the scores by their sum: a softmax over the chosen ones."""
     assert parse(f"--num-experts 8 {words}").model.moe_router_pre_softmax is pre_softmax
-
-
-@pytest.mark.parametrize("words", ["--moe-router-topk 1", "--topk 1 --moe-router-topk 1", "--topk 1 --no-moe-router-pre-softmax"])
-def test_one_expert_with_a_weight_of_1_is_refused(words: str) -> None:
-    with pytest.raises(ConfigError, match="never trains the router"):
-        parse(f"--num-experts 8 {words}")
 
 
 def test_a_dense_model_in_their_words() -> None:

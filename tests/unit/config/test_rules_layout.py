@@ -77,47 +77,6 @@ def test_words_without_effect_are_told() -> None:
     )
 
 
-WRONG = [
-    ("--cp-size 2 --cp-comm-type ring", "--cp-comm-type ring is unknown: use p2p, all_gather, a2a, a2a+p2p, auto"),
-    ("--cp-size 2 --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a: all layers exchange alike here: give one type"),
-    ("--cp-size 4 --hierarchical-context-parallel-sizes 2 2",
-        "--hierarchical-context-parallel-sizes 2 2 is for --cp-comm-type a2a+p2p, and the type is p2p: give that, or leave the sizes out"),
-    ("--cp-size 4 --cp-comm-type a2a --hierarchical-context-parallel-sizes 2 2", "for --cp-comm-type a2a+p2p, and the type is a2a"),
-    ("--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
-        "must be two sizes, of Ulysses and of what is around it, whose product is context_parallel_size (8), and 2 * 2 = 4"),
-    ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "whose product is context_parallel_size (1), and 2 * 2 = 4"),
-    ("--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 2", "must be two sizes"),
-    ("--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes -2 -4", "must be two sizes"),
-    ("--cp-size 8 --cp-comm-type a2a+p2p", "a2a+p2p needs --hierarchical-context-parallel-sizes A R with A * R = 8"),
-    ("--cp-size 2 --sp-size 2 --cp-comm-type auto", "measures how many ranks are Ulysses', and --sequence-parallel-size 2 says it too"),
-    ("--cp-size 4 --cp-comm-type auto p2p", "--cp-comm-type auto p2p: all layers exchange alike here"),
-    ("--cp-size 4 --cp-comm-type auto --hierarchical-context-parallel-sizes 2 2", "for --cp-comm-type a2a+p2p, and the type is auto"),
-    ("--cp-size 2 --sp-size 2 --cp-comm-type a2a", "says how many ranks are Ulysses', and --sequence-parallel-size 2 says it too"),
-    ("--cp-size 4 --sp-size 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
-        "--cp-comm-type a2a+p2p says how many ranks are Ulysses'"),
-    ("--cp-size 4 --cp-comm-type all_gather --cp-stages-ahead 2", "all_gather has all stages ahead, and --cp-stages-ahead says 2"),
-    ("--cp-chunks 4 --cp-keep-kv", "--cp-chunks and --cp-keep-kv are about the exchanges of context parallelism, and with"
-        " context_parallel_size 1 there are none"),
-    ("--delay-wgrad", "--delay-wgrad computes gradients of weights under the exchanges of attention, and with sequence_parallel_size 1"
-        " and context_parallel_size 1 there are none: add --sequence-parallel-size N or --context-parallel-size N, or leave the flag out"),
-    ("--delay-wgrad --sp-size 2", "without overlap these are waited for at once: add --sp-overlap-comm, or leave --delay-wgrad out"),
-    ("--delay-wgrad --sp-size 2 --cp-size 2", "without overlap these are waited for at once"),
-    ("--delay-wgrad --sp-size 2 --split-qkv-linear", "without overlap these are waited for at once"),
-    ("--delay-wgrad --cp-size 2 --pp-size 2 --num-layers 4 --pipeline-schedule zb1p", "zb1p puts off the gradients of all weights"),
-    ("--cp-stages-ahead 2", "--cp-stages-ahead is about the exchanges of context parallelism"),
-    ("--cp-size 4 --cp-comm-type a2a --cp-keep-kv", "--cp-keep-kv is about the exchanges of context parallelism"),
-    ("--cp-size 2 --cp-chunks 0", "--cp-chunks (0) must be at least 1"),
-    ("--cp-size 2 --attention-dropout 0.1 --attention-backend fused",
-        "attention_dropout (0.1) inside --attention-backend fused would depend on how context parallelism (context_parallel_size 2) cuts"
-        " the sequence: add --attention-dropout 0, or use --attention-backend unfused"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("flags, message", WRONG, ids=[message[:60] for _, message in WRONG])
-def test_what_contradicts_is_refused(flags: str, message: str) -> None:
-    assert message in error(flags)
-
-
 def test_weights_wait_for_exchanges_that_there_are() -> None:
     for flags in ("--cp-size 2", "--sp-size 2 --sp-overlap-comm", "--sp-size 2 --sp-head-chunks 2", "--cp-size 2 --pp-size 2"):
         assert parse(f"--delay-wgrad {flags}").parallel.delay_wgrad

@@ -83,27 +83,6 @@ def test_near_misses_of_common_names(typed: str, meant: str) -> None:
     assert meant_by(typed)[0] == meant
 
 
-@pytest.mark.parametrize(("more", "reason"), [
-    ("--pre-tockens 512", "--window-size N"), ("--rope-scaling-type yarn", "YaRN is not there"), ("--stage dpo", "other programs"),
-    ("--multi-head-latent-attention", "latent attention is not there"), ("--n-shared-experts 2", "in Megatron's words"),
-    ("--sequence-packing-scheduler dp_balanced", "--balance-rows"), ("--use-varlen-dataset", "--seq-length tokens each"),
-    ("--loss-on-targets-only", "the loss is over all tokens"), ("--fim-rate 0.5", "for filling in the middle"),
-    ("--mtp-num-layers 2", "a model predicts the next token alone"),
-    ("--multi-latent-attention", "latent attention is not there"),
-    ("--embed-layernorm", "embeddings go into the first block as they are"), ("--sample-rate 0.5", "which samples are drawn"),
-    ("--mid-level-dataset-surplus 0.01", "which samples are drawn"), ("--is-hybrid-model", "state spaces are not there"),
-    ("--vocab-extra-ids 100", "nothing is added to it"),
-    ("--load x --reset-iteration", "--finetune starts at step 0"),
-    ("--iterations-to-skip 3 4", "no step is left out by its number"),
-    ("--data-parallel-sharding-strategy all", "optim_grads_params: ZeRO 0 to 3"), ("--retro-add-retriever", "models of retrieval"),
-    ("--nproc-per-node 8", "it is the launcher's"), ("--hybrid-context-parallel", "--balance-rows"),
-    ("--softmax-scale 1", "divided by the root"),
-    ("--kitchen-recipe-number 1", "fp32"),
-])  # fmt: skip
-def test_refused_by_the_true_reason(more: str, reason: str) -> None:
-    assert reason in refused(more)
-
-
 @pytest.mark.parametrize(("more", "reasons"), [
     ("--img-h 224 --patch-dim 16 --vision-backbone-type vit --dino-norm-last-layer", ["it is for models of images"] * 4),
     ("--inference-max-requests 8 --inference-dynamic-batching --flash-decode", ["for inference only"] * 3),
