@@ -161,45 +161,6 @@ def test_agreement_is_no_error_and_defaults_of_deepspeed_argue_with_nobody(path:
     assert (config.optimizer.weight_decay, config.optimizer.adam_eps, config.parallel.overlap_param_gather) == (0.1, 1e-6, True)
 
 
-DISAGREE: list[tuple[Any, str, str]] = [
-    (zero(stage=1, overlap_comm=True), "--no-overlap-grad-reduce", "overlap_comm (true) contradicts --no-overlap-grad-reduce:"),
-    (zero(stage=3, stage3_use_all_reduce_for_fetch_params=False), "--stage3-use-all-reduce-for-fetch-params", "(false) contradicts --s"),
-    (zero(stage=3, stage3_use_all_reduce_for_fetch_params=True), "--zero3-fetch all_gather", "contradicts --zero3-fetch (all_gather)"),
-    (zero(stage=1, offload_optimizer={"device": "none"}), "--offload-optimizer", 'device ("none") contradicts --offload-optimizer:'),
-    (zero(stage=1, offload_optimizer={"device": "cpu"}), "--no-offload-optimizer", 'device ("cpu") contradicts --no-offload-optimizer:'),
-    (zero(stage=1, cpu_offload=True, offload_optimizer={}), "", 'device ("none") contradicts ds.json: zero_optimization.cpu_offload ('),
-    ({"train_batch_size": 8}, "--global-batch-size 16", "ds.json: train_batch_size (8) contradicts --global-batch-size (16)"),
-    ({"train_micro_batch_size_per_gpu": 8}, "--micro-batch-size 4", "_per_gpu (8) contradicts --micro-batch-size (4)"),
-    ({"bf16": {"enabled": False}}, "--bf16", "ds.json: bf16.enabled (false) contradicts --bf16:"),
-    ({"bf16": {"enabled": True}}, "--no-bf16", "ds.json: bf16.enabled (true) contradicts --no-bf16:"),
-    ({"bf16": {"enabled": True}}, "--fp16", "ds.json: bf16.enabled (true) contradicts --fp16:"),
-    ({"fp16": {"enabled": True}}, "--bf16", "ds.json: fp16.enabled (true) contradicts --bf16:"),
-    ({"fp16": {"enabled": True}}, "--fp64", "ds.json: fp16.enabled (true) contradicts --fp64:"),
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", "bf16.enabled (true) contradicts ds.json: fp16.enabled (true):"),
-    ({"communication_data_type": "fp32"}, "--grad-reduce-in-bf16", '("fp32") contradicts --grad-reduce-in-bf16:'),
-    ({"optimizer": {"type": "AdamW"}}, "--optimizer sgd", 'optimizer.type ("AdamW") contradicts --optimizer (sgd)'),
-    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, "--adam-beta2 0.95", "([0.9, 0.9]) contradicts --adam-beta2"),
-    ({"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}, "--start-weight-decay 0.1 --end-weight-decay 0.2",
-        "optimizer.params.weight_decay (0.1) contradicts --end-weight-decay (0.2)"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "--lr-warmup-iters 5",
-        'scheduler.type ("WarmupLR", which is constant at 0.001) contradicts --lr-warmup-iters (5)'),
-    ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, "--micro-batch-size 2",
-        "ds.json: gradient_accumulation_steps (2) contradicts ds.json: train_batch_size (12): micro-batch * accumulation * data-parallel"
-        " size = 2 * 2 * 1 = 4"),
-    ({"gradient_accumulation_steps": 2}, "--global-batch-size 8 --micro-batch-size 1", "(2) contradicts --global-batch-size (8)"),
-    ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "", "(9) must be a multiple of gradient_accumulation_steps"),
-    ({"gradient_accumulation_steps": 2}, "--global-batch-size 8 --rampup-batch-size 2 2 100",
-        "gradient_accumulation_steps (2) is constant, and --rampup-batch-size changes the batch size"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("data", "more", "says"), DISAGREE)
-def test_contradictions_name_both_values(path: Path, data: Any, more: str, says: str) -> None:
-    text = error(path, data, more)
-    assert says in text
-    assert "things are wrong" not in text
-
-
 @pytest.mark.parametrize(("data", "more", "name", "value", "says"), [
     (zero(stage=2), "--zero-stage 1", "parallel.zero_stage", 2, "--zero-stage (1) (DeepSpeed reads this from its file alone"),
     (zero(stage=0), "--zero_stage=3", "parallel.zero_stage", 0, "so it counts: ds.json: zero_optimization.stage (0))"),
@@ -240,62 +201,6 @@ def test_parameters_of_no_optimizer(path: Path) -> None:
     says = 'optimizer.params ({"lr": 0.1}) has no optimizer.type: add "type": "AdamW"'
     assert says in error(path, {"optimizer": {"params": {"lr": 0.1}}})
     assert parse(path, {"optimizer": {"params": {}}}, lr="--lr 1e-3").optimizer.optimizer == "adam"
-
-
-REFUSED: list[tuple[Any, tuple[str, ...]]] = [
-    (zero(stage=3, offload_param={"device": "cpu"}), ('offload_param.device ("cpu") is not supported', "--offload-optimizer")),
-    (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}), ("offload_param.device (\"nvme\") is not supported",)),
-    (zero(stage=3, offload_optimizer={"device": "nvme"}), ("offload_optimizer.device (\"nvme\") is not supported", 'use "cpu"')),
-    (zero(stage=3, cpu_offload_params=True), ("cpu_offload_params (true) is not supported",)),
-    (zero(stage=3, zero_quantized_weights=True), ("zero_quantized_weights (true) is not supported",)),
-    (zero(stage=3, zero_quantized_gradients=True), ("zero_quantized_gradients (true) is not supported", "--grad-reduce-in-bf16")),
-    (zero(stage=2, zenflow={"topk_ratio": 0.05}), ("zenflow ({\"topk_ratio\": 0.05}) is not supported",)),
-    ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, ("fp16.consecutive_hysteresis (true) is not supported",)),
-    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ("fp16_master_weights_and_grads (true) is not supported",)),
-    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ("bf16.bf16_optimizer_states (true) is not supported",)),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, ('data_types.grad_accum_dtype ("bf16") is not supported', "in fp32")),
-    ({"communication_data_type": "fp16"}, ('communication_data_type ("fp16") is not supported',)),
-    ({"gradient_allreduce_op": "sum"}, ('gradient_allreduce_op ("sum") is not supported',)),
-    ({"optimizer": {"type": "OneBitAdam"}}, ('optimizer.type ("OneBitAdam") is not supported', "AdamW and SGD")),
-    ({"optimizer": {"type": ["Adam"]}}, ("optimizer.type ([\"Adam\"]) is not supported",)),
-    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ("adam_w_mode (false) is not supported",)),
-    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, ("bias_correction (false) is not supported",)),
-    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, ("max_grad_norm (1.0) is not supported", "gradient_clipping")),
-    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, ("nesterov (true) is not supported",)),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 50, "warmup_type": "linear"}}}, (
-        'scheduler.type ("WarmupLR") is not supported', "--lr 0.0003 --lr-decay-style constant --lr-warmup-iters 50 and remove the block")),
-    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 900, "warmup_min_lr": 1e-5, "warmup_max_lr": "auto"}}}, (
-        "--lr LR --lr-decay-style linear --lr-warmup-iters 1000 --lr-warmup-init 1e-05 --lr-decay-iters 900 and",)),
-    ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}}, ("--lr-decay-style cosine --lr-warmup-iters 1000",)),
-    ({"scheduler": {"type": "OneCycle"}}, ('scheduler.type ("OneCycle") is not supported', "give --lr, --lr-decay-style and")),
-    ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning.schedule_type (null) is not supported", "fixed_linear, fixed_root")),
-    ({"curriculum_learning": {"enabled": True, "schedule_type": "custom"}}, ('schedule_type ("custom") is not supported',)),
-    ({"curriculum_learning": _linear(curriculum_type="vocab")}, ('curriculum_type ("vocab") is not supported',)),
-    ({"curriculum_learning": _linear(schedule_config={"difficulty_step": 8})}, ("fixed_linear needs total_curriculum_step",)),
-    ({"curriculum_learning": _linear(min_difficulty=0)}, ("curriculum_learning: expected a whole number of at least 1, got '0'",)),
-    ({"curriculum_learning": _linear(min_difficulty=4096)}, ("the shortest length (4096) must be at most the longest (1024)",)),
-    ({"curriculum_learning": _linear(schedule_type="fixed_discrete", schedule_config={"difficulty": [8, 16], "max_step": [5, 9]})}, (
-        "difficulty must be a list with one number more than max_step",)),
-    (_metric("vocabularyrarity", {}), ("curriculum_metrics.vocabularyrarity (", "cuts samples off and does not choose them")),
-    (_metric("seqlen_truncate", _linear(clustering_type="schedule_based")), ('clustering_type ("schedule_based") is not supported',)),
-    ({"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 24}}}}, (
-        "data_efficiency.data_routing.random_ltd (", "leaves tokens out of the middle layers")),
-    ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}}, (
-        "data_efficiency.data_sampling.curriculum_learning: is enabled and has no curriculum_metrics",)),
-    ({"data_efficiency": {"enabled": True, "data_samplings": {}}}, ("data_samplings is unknown: did you mean data_sampling?",)),
-    ({"data_efficiency": {"enabled": "yes"}}, ('data_efficiency.enabled: expected true, false or "auto", got "yes"',)),
-    ({"amp": {"enabled": True}}, ("amp ({\"enabled\": true}) is not supported",)), ({"elasticity": {"enabled": True}}, ("elasticity",)),
-    ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, ("compression_training (",)),
-    ({"tensor_parallel": {"autotp_size": 4}}, ("tensor_parallel", "--tensor-model-parallel-size")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("data", "says"), REFUSED)
-def test_what_would_change_the_result_is_refused_by_name(path: Path, data: Any, says: tuple[str, ...]) -> None:
-    text = error(path, data)
-    assert text.startswith("ds.json: ") and "\n" not in text
-    for part in says:
-        assert part in text
 
 
 def test_tuning_is_listed_once_in_one_line(path: Path) -> None:

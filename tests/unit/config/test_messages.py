@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -22,15 +23,21 @@ def rows() -> Iterator[Any]:
         if line.startswith("["):
             processes, _, base = line[1:].partition("] ")
         elif line and not line.startswith("#"):
-            yield pytest.param(f"{base} {words}", int(processes), part, id=f"{number} {words[:80]}")
+            yield pytest.param(base, words, int(processes), part, id=f"{number} {words[:80]}")
 
 
-@pytest.mark.parametrize(("words", "processes", "part"), list(rows()))
-def test_one_message(words: str, processes: int, part: str) -> None:
+@pytest.mark.parametrize(("base", "words", "processes", "part"), list(rows()))
+def test_one_message(base: str, words: str, processes: int, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    if words.startswith("{"):
+        end = json.JSONDecoder().raw_decode(words)[1]
+        path.write_text(words[:end])
+        words = f"--deepspeed_config {path} {words[end:]}"
     with pytest.raises(ConfigError) as caught:
-        config_from_args(shlex.split(words), world_size=processes)
+        config_from_args(shlex.split(f"{base} {words}"), world_size=processes)
     text = str(caught.value)
-    assert part in text and "\n" not in text and caught.value.exit_code == EXIT_CONFIG
+    assert all(each in text for each in part.split(" ... ")) and text.startswith("ds.json: ") >= path.exists()
+    assert "\n" not in text and caught.value.exit_code == EXIT_CONFIG
 
 
 def test_what_is_quoted_of_a_value_is_printable_and_short() -> None:
