@@ -11,15 +11,14 @@ and where a token chooses among the experts of some groups only, the mean of tha
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 from math import comb
+from typing import NamedTuple
 
 from megatron_sp.config.schema import ModelConfig
 
 
-@dataclass(frozen=True)
-class RoutedRows:
+class RoutedRows(NamedTuple):
     """Rows of one pass of a rank through a layer with experts; of several passes the mean."""
 
     own: float  # to experts of the rank itself
@@ -45,25 +44,23 @@ def ranks_of_token(model: ModelConfig, ep: int) -> float:
     """Return on how many ranks a token's experts are, on average over all choices."""
     assert model.num_experts
     groups, of_token = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
-    return ep - sum(_misses(model.num_experts, model.moe_router_topk, ep, rank, groups, of_token) for rank in range(ep))
-
-
-def _misses(experts: int, k: int, ep: int, rank: int, groups: int, of_token: int) -> float:
-    """Return the probability that a token chooses no expert of a rank."""
-    own, size = experts // ep, experts // groups
-    start = rank * own
-    overlaps = (min(start + own, (group + 1) * size) - max(start, group * size) for group in range(groups))
-    return _missed(tuple(sorted(max(0, overlap) for overlap in overlaps)), size, of_token, k)
+    own, size, missing = model.num_experts // ep, model.num_experts // groups, 0.0
+    for start in range(0, model.num_experts, own):
+        # experts of the rank in each group of experts
+        overlaps = (min(start + own, (group + 1) * size) - max(start, group * size) for group in range(groups))
+        overlaps_in_order = tuple(sorted(max(0, overlap) for overlap in overlaps))
+        missing += _missed(overlaps_in_order, size, of_token, model.moe_router_topk)
+    return ep - missing
 
 
 @cache
 def _missed(overlaps: tuple[int, ...], size: int, of_token: int, k: int) -> float:
-    """Return the probability that none of k experts of ``of_token`` groups is of a rank that has so many in each."""
+    # probability that none of k experts of ``of_token`` groups is of a rank that has so many in each
     ways = Counter({(0, 0): 1})  # (groups chosen, experts of the rank in them) -> number of choices
     for overlap in overlaps:
-        for (chosen, mine), number in list(ways.items()):
+        for (chosen, held), number in list(ways.items()):
             if chosen < of_token:
-                ways[chosen + 1, mine + overlap] += number
+                ways[chosen + 1, held + overlap] += number
     allowed = of_token * size
-    missed = sum(number * comb(allowed - mine, k) for (chosen, mine), number in ways.items() if chosen == of_token)
+    missed = sum(number * comb(allowed - held, k) for (chosen, held), number in ways.items() if chosen == of_token)
     return missed / (comb(len(overlaps), of_token) * comb(allowed, k))

@@ -18,11 +18,11 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,30 +47,25 @@ _HOST_BYTES = 2**20  # the host's memory has contents up to this size
 _FLASH_BACKWARD = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One of torch's operators, as far as the device has to know it."""
-
+class Operator(NamedTuple):
+    # one of torch's operators, as far as the device has to know it
     name: str
     arguments: tuple[str, ...]
     writes: tuple[int, ...]  # arguments that it changes
     is_view: bool
     is_in_place: bool  # changes its first operand, returns it and leaves its shape
     makes_new: bool  # has new tensors as results, which share nothing with its operands
-    stand_in: Callable[[FakeDevice, Any, Any, Any], Any] | None
 
 
 class FakeDevice(TorchDispatchMode):
     """A device of a kind, while it is entered.
 
-    Args:
-        kind: of the device.
-        share: of True among the elements of a mask whose places the program asks for (nonzero).
+    ``share`` is that of True among the elements of a mask whose places the program asks for (nonzero).
     """
 
     def __init__(self, kind: Kind, share: float = 1.0) -> None:
         super().__init__()
-        self.kind, self.device, self._share = kind, torch.device(kind, 0), share
+        self.kind, self.device, self.share = kind, torch.device(kind, 0), share
         self.phase = "forward"  # of the step
         self.places: dict[str, int] = {}  # files of the package that have allocated something, with the phase
         self.trace: list[tuple[int, int]] = []  # bytes that are allocated, or freed if negative, and the place
@@ -105,11 +100,7 @@ class FakeDevice(TorchDispatchMode):
         return self.places.setdefault(place, len(self.places))
 
     def restart(self, owners: Mapping[int, str]) -> Counter[str]:
-        """Begin the trace anew; return the bytes of what is there, by the name of its owner.
-
-        Args:
-            owners: of storages, by identity; all others are tables.
-        """
+        """Begin the trace anew; return the bytes of what is there, by owner (of storages by identity; else tables)."""
         self.trace.clear()
         found = Counter[str]()
         for key, (size, _) in self._seen.items():
@@ -119,14 +110,18 @@ class FakeDevice(TorchDispatchMode):
                 found[name] += size
         return found
 
-    def _note(self, tensor: Tensor, place: int) -> None:
-        """Take note of a new storage on the device."""
+    def _note(self, tensor: Tensor, place: int, on_host: bool = False) -> None:
+        # a new storage, on the device or in host memory that is for copies from and to it
         if self.kind == "cuda" and not tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         self._seen[key] = size, place
-        self._change(size, place)
+        if on_host:
+            self._on_host.add(key)
+            self.host[place] += size
+        else:
+            self._change(size, place)
         weakref.finalize(storage, self._gone, key).atexit = False
 
     def _gone(self, key: int) -> None:
@@ -137,7 +132,8 @@ class FakeDevice(TorchDispatchMode):
         else:
             self._change(-size, place)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take note of a storage's new size."""
         key = storage._cdata
         if key in self._seen:
             before, place = self._seen[key]
@@ -145,13 +141,8 @@ class FakeDevice(TorchDispatchMode):
             self._change(storage.nbytes() - before, place)
 
     def _of_host(self, made: Tensor) -> Tensor:
-        """Take note of a tensor in host memory that is for copies from and to a GPU."""
-        storage, place = made.untyped_storage(), self._place()
-        if storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage.nbytes(), place
-            self._on_host.add(storage._cdata)
-            self.host[place] += storage.nbytes()
-            weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        if made.untyped_storage()._cdata not in self._seen:
+            self._note(made, self._place(), on_host=True)
         return made
 
     def where(self, tensor: Tensor) -> torch.device:
@@ -161,9 +152,6 @@ class FakeDevice(TorchDispatchMode):
             return here
         is_of_host = self._on_host and tensor.untyped_storage()._cdata in self._on_host
         return torch.device("cpu") if is_of_host else self.device
-
-    def _is_of_host(self, tensors: list[Tensor]) -> bool:
-        return bool(tensors) and all(not x.is_meta or x.untyped_storage()._cdata in self._on_host for x in tensors)
 
     def is_here(self, device: str | torch.device) -> bool:
         """Return whether a device is this one."""
@@ -184,7 +172,7 @@ class FakeDevice(TorchDispatchMode):
             self._inside = before
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        operator = _OPERATORS.get(func) or _operator(func)
+        operator = _operator(func)
         name, tensors = operator.name, tensors_of((args, kwargs)) if kwargs else tensors_of(args)
         if kwargs:
             if (device := kwargs.get("device")) is not None:
@@ -199,8 +187,8 @@ class FakeDevice(TorchDispatchMode):
             if torch.Size(args[0]).numel() * dtype.itemsize > _HOST_BYTES:
                 return self._of_host(torch.empty(args[0], dtype=dtype, device=_META))
         copies = name in ("copy_", "_to_copy")
-        if operator.stand_in:
-            result = operator.stand_in(self, func, args, kwargs)
+        if name in _STAND_INS:
+            result = _STAND_INS[name](self, func, args, kwargs)
         elif operator.is_in_place and args[0].is_meta:
             result = args[0]  # nothing is allocated, and no shape changes
         elif func._overloadname == "dtype_out":
@@ -213,8 +201,10 @@ class FakeDevice(TorchDispatchMode):
                 args, kwargs = tree_map(move, (args, kwargs))
             is_new = operator.makes_new and tensors[0].is_meta
             result = self._remembered(func, args, kwargs, tensors) if is_new else func(*args, **kwargs)
-        if self._on_host and not copies and self._is_of_host(tensors_of(args)):
-            return tree_map(lambda x: self._of_host(x) if isinstance(x, Tensor) and x.is_meta else x, result)
+        if self._on_host and not copies:
+            given = tensors_of(args)
+            if given and all(not x.is_meta or x.untyped_storage()._cdata in self._on_host for x in given):
+                return tree_map(lambda x: self._of_host(x) if isinstance(x, Tensor) and x.is_meta else x, result)
         if not operator.is_view:
             self.launches += 1
             made, place = tensors_of(result), -1
@@ -223,24 +213,29 @@ class FakeDevice(TorchDispatchMode):
                     place = self._place() if place < 0 else place
                     self._note(x, place)
             if self.keeps_time and any(x.is_meta for x in (made or tensors_of(args))):
-                self._count(operator, args, kwargs, result, self._place() if place < 0 else place)
+                kind, is_weight = self._kind_of_cost(self._place() if place < 0 else place)
+                cost = cost_of(*operator[:3], args, kwargs, result, self.older_attention, kind)
+                if cost is not None:
+                    self.events.append(Event(cost, is_weight=is_weight))
         if name in _FLASH_BACKWARD and self.kind == "cuda":
-            self._borrow(*args[1:3])
+            # What the flash kernel's backward allocates beside its results: the query's gradient is summed in fp32;
+            # keys and values that serve several queries have a gradient for each first
+            # (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp :: mha_bwd: dq_accum, dk_expanded).
+            query, key = args[1:3]
+            expanded = 2 * query.numel() * query.element_size() if key.numel() < query.numel() else 0
+            place = self._place()
+            self._change(4 * query.numel() + expanded, place)
+            self._change(-4 * query.numel() - expanded, place)
         return result
 
-    def _count(self, operator: Operator, args: Any, kwargs: Any, result: Any, place: int) -> None:
-        """Add an operator to the events."""
+    def _kind_of_cost(self, place: int) -> tuple[str, bool]:
+        # which rate of a CPU its operators have, and whether they are products for gradients of weights
         if place not in self._kinds:
             file = next(name for name, number in self.places.items() if number == place)
             is_update = file.startswith(("optim/optimizer", "ops/adamw"))
             kind = "activation" if file.startswith("ops/activation") else "update" if is_update else ""
             self._kinds[place] = kind, file.startswith("ops/main_grad")
-        kind, is_weight = self._kinds[place]
-        cost = cost_of(
-            operator.name, operator.arguments, operator.writes, args, kwargs, result, self.older_attention, kind
-        )
-        if cost is not None:
-            self.events.append(Event(cost, is_weight=is_weight))
+        return self._kinds[place]
 
     def launch(self, launched: Launch) -> None:
         """Take note of one of our kernels."""
@@ -255,7 +250,7 @@ class FakeDevice(TorchDispatchMode):
             self.events.append(Event(Moved(size_of([*launched.reads, *launched.writes]))))
 
     def _remembered(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return new tensors like those of an earlier call; torch's Python takes long to work out their shapes."""
+        # new tensors like those of an earlier call: torch's Python takes long to work out their shapes
         key = func, _key(args), _key(kwargs) if kwargs else ()
         known = self._results.get(key)
         if known is None:
@@ -267,18 +262,6 @@ class FakeDevice(TorchDispatchMode):
             return result
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=_META) for shape, stride, dtype in known[1]]
         return made[0] if known[0] else tuple(made)
-
-    def _borrow(self, query: Tensor, key: Tensor) -> None:
-        """Count what the flash kernel's backward allocates beside its results.
-
-        The query's gradient is summed in fp32; keys and values that serve several queries have a gradient for each
-        first (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp :: mha_bwd: dq_accum, dk_expanded,
-        dv_expanded).
-        """
-        expanded = 2 * query.numel() * query.element_size() if key.numel() < query.numel() else 0
-        num_bytes, place = int(4 * query.numel() + expanded), self._place()
-        self._change(num_bytes, place)
-        self._change(-num_bytes, place)
 
     def send(self, op: str, group: Any, x: Tensor, num_bytes: int) -> Callable[[], None]:
         """Count a collective of the device, or a message, with the bytes sent; return what to call at a wait for it."""
@@ -296,43 +279,32 @@ class FakeDevice(TorchDispatchMode):
             all_reduce(torch.empty(2 * groups.dp_size, dtype=torch.int64, device=_META), groups.world)
 
 
-_OPERATORS: dict[Any, Operator] = {}
-_RESHAPING = [
-    "resize_",
-    "set_",
-    "t_",
-    "transpose_",
-    "squeeze_",
-    "unsqueeze_",
-    "as_strided_",
-    "detach_",
-    "swapaxes_",
-    "swapdims_",
-]
+_RESHAPING = ("resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_")
 
 
+@cache
 def _operator(func: Any) -> Operator:
-    """Look at an operator, once."""
     schema = func._schema
     name, arguments = schema.name.removeprefix("aten::"), schema.arguments
     writes = tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
     is_in_place = (
-        func.namespace == "aten" and name.endswith("_") and name not in _RESHAPING
-        and 0 in writes and [str(one.type) for one in schema.returns] == ["Tensor"]
+        func.namespace == "aten" and name.endswith("_") and name not in (*_RESHAPING, "swapaxes_", "swapdims_")
+        and 0 in writes and [str(result.type) for result in schema.returns] == ["Tensor"]
     )  # fmt: skip
-    makes_new = all(one.alias_info is None for one in (*arguments, *schema.returns))
-    names = tuple(arg.name for arg in arguments)
-    found = Operator(name, names, writes, func.is_view, is_in_place, makes_new, _STAND_INS.get(name))
-    return _OPERATORS.setdefault(func, found)
+    makes_new = all(x.alias_info is None for x in (*arguments, *schema.returns))
+    return Operator(name, tuple(arg.name for arg in arguments), writes, func.is_view, is_in_place, makes_new)
 
 
 def _key(x: Any) -> Any:
-    """Return arguments by what a result's shape follows from."""
+    # arguments by what a result's shape follows from
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype
     if isinstance(x, list | tuple):
-        return tuple(_key(one) for one in x)
-    return tuple((name, _key(one)) for name, one in x.items()) if isinstance(x, dict) else (type(x), x)
+        return tuple(_key(entry) for entry in x)
+    return tuple((name, _key(value)) for name, value in x.items()) if isinstance(x, dict) else (type(x), x)
+
+
+# operators that need contents, or a device that is there; of tensors with contents they do what they always do
 
 
 def _item(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
@@ -353,26 +325,21 @@ def _nonzero(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not x.is_meta:
         return func(*args, **kwargs)
-    return torch.empty(round(x.numel() * device._share), x.dim(), dtype=torch.int64, device=_META)
-
-
-def _in_place(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> None:
-    """An update: it has no kernel without contents, and allocates nothing."""
+    return torch.empty(round(x.numel() * device.share), x.dim(), dtype=torch.int64, device=_META)
 
 
 def _index(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
-    def known(at: Any) -> Any:
-        if not isinstance(at, Tensor):
-            return at
-        at = at if at.is_meta else at.to(_META)
-        if at.dtype != torch.bool:
-            return at
-        assert at.dim() == 1, "a mask of several dimensions"
-        return _nonzero(device, func, [at], {})[:, 0]
-
     if not args[0].is_meta:
         return func(*args, **kwargs)
-    return func(args[0], [known(at) for at in args[1]], *args[2:], **kwargs)
+    places = []
+    for at in args[1]:
+        if isinstance(at, Tensor):
+            at = at if at.is_meta else at.to(_META)
+            if at.dtype == torch.bool:
+                assert at.dim() == 1, "a mask of several dimensions"
+                at = _nonzero(device, func, [at], {})[:, 0]
+        places.append(at)
+    return func(args[0], places, *args[2:], **kwargs)
 
 
 def _rms_norm(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
@@ -382,14 +349,15 @@ def _rms_norm(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
 
 _STAND_INS: dict[str, Callable[[FakeDevice, Any, Any, Any], Any]] = {
     "_local_scalar_dense": _item, "copy_": _copy, "nonzero": _nonzero, "index": _index, "_fused_rms_norm": _rms_norm,
-    "_fused_adamw_": _in_place, "_fused_sgd_": _in_place, "record_stream": _in_place,
+    # updates, which have no kernel without contents, and allocate nothing
+    **dict.fromkeys(("_fused_adamw_", "_fused_sgd_", "record_stream"), lambda *_: None),
     "is_pinned": lambda *_: False, "_pin_memory": lambda device, func, args, kwargs: args[0],
 }  # fmt: skip
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 class _Stream:
-    """A stream or an event: nothing takes time here."""
+    # a stream or an event: nothing takes time here
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream_id, self.device = 0, torch.device("cuda", 0)
@@ -405,11 +373,6 @@ class _Stream:
 
 
 @contextmanager
-def _on(_: Any) -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1.0) -> Iterator[FakeDevice]:
     """Be a rank of a job on fake devices; ``share``: see ``FakeDevice``."""
     device = FakeDevice(kind, share)
@@ -422,7 +385,7 @@ def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1
 
 
 def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
-    """Replace what a dispatch mode does not see."""
+    # replaces what a dispatch mode does not see
     from megatron_sp.ops import allocator, expert_mlp, gpu_kernels, tiled_attention
     from megatron_sp.ops.kernels import launch
 
@@ -432,49 +395,49 @@ def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
         undo.callback(kept.cache_clear)
     put(undo, torch.Tensor, "device", property(device.where))
     put(undo, torch.Tensor, "is_cuda", property(lambda x: device.where(x).type == "cuda"))
-    plain_list, plain_resize = torch.Tensor.tolist, torch.UntypedStorage.resize_
-    put(undo, torch.Tensor, "tolist", lambda x: plain_list(torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x))
+    plain_list, plain_to, plain_ptr = torch.Tensor.tolist, torch.Tensor.to, torch.Tensor.data_ptr
+    plain_resize, plain_storage_ptr = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         plain_resize(storage, size)
-        device._resized(storage)
+        device.resized(storage)
         return storage
 
-    plain_to = torch.Tensor.to
-
-    def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Move a tensor; C++ does not know that it is there already."""
+    def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # C++ does not know that it is there already
         args = tuple(_META if isinstance(arg, str | torch.device) and device.is_here(arg) else arg for arg in args)
         if (target := kwargs.get("device")) is not None and device.is_here(target):
             kwargs["device"] = _META
         return plain_to(x, *args, **kwargs)
 
-    put(undo, torch.Tensor, "to", to)
-    put(undo, torch.UntypedStorage, "resize_", resize_)
-    plain_ptr = torch.Tensor.data_ptr
-
+    # an address, which tensors without contents have none of, is made of the storage's identity
     def data_ptr(x: Tensor) -> int:
-        """Return an address, which tensors without contents have none of, made of the storage's identity."""
         return x.untyped_storage()._cdata * 4096 + x.storage_offset() * x.element_size() if x.is_meta else plain_ptr(x)
 
-    plain_storage_ptr = torch.UntypedStorage.data_ptr
-    put(undo, torch.Tensor, "data_ptr", data_ptr)
     of_storage = lambda storage: storage._cdata * 4096 if storage.device.type == "meta" else plain_storage_ptr(storage)
+    put(undo, torch.Tensor, "tolist", lambda x: plain_list(torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x))
+    put(undo, torch.Tensor, "to", to)
+    put(undo, torch.Tensor, "data_ptr", data_ptr)
+    put(undo, torch.UntypedStorage, "resize_", resize_)
     put(undo, torch.UntypedStorage, "data_ptr", of_storage)
     put(undo, allocator._arena, "_capacity", 0)
     put(undo, allocator._arena, "_range", None)
     torch._C._set_only_lift_cpu_tensors(True)
     undo.callback(torch._C._set_only_lift_cpu_tensors, False)
     if device.kind == "cuda":
-        _replace_cuda(device, undo)
-        _stand_in_for_triton(undo)
+        _replace_cuda(undo)
+        try:
+            importlib.import_module("triton")
+        except ImportError:
+            for name in ("triton", "triton.language"):
+                sys.modules[name] = _Anything(name)
+                undo.callback(sys.modules.pop, name)
         put(undo, launch, "launcher", device.launch)
 
 
-def _replace_cuda(device: FakeDevice, undo: ExitStack) -> None:
-    """Replace ``torch.cuda`` and SDPA by those of a GPU."""
+def _replace_cuda(undo: ExitStack) -> None:
+    # replaces ``torch.cuda`` and SDPA by those of a GPU
     stand_ins: dict[str, Any] = {
-        "Stream": _Stream, "Event": _Stream, "stream": _on, "current_stream": _Stream, "default_stream": _Stream,
+        "Stream": _Stream, "Event": _Stream, "stream": nullcontext, "current_stream": _Stream, "default_stream": _Stream,
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
         "device_count": lambda: 8, "current_device": lambda: 0, "synchronize": lambda *_: None,
         "get_device_capability": lambda *_: CAPABILITY, "get_device_name": lambda *_: "a fake device",
@@ -499,7 +462,7 @@ def _attention_of_gpu(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute SDPA as a GPU does (aten/src/ATen/native/transformers: cuda/sdp_utils.cpp and attention.cpp)."""
+    # SDPA as a GPU does it (aten/src/ATen/native/transformers: cuda/sdp_utils.cpp and attention.cpp)
     aten, d = torch.ops.aten, q.shape[-1]
     scale = scale or d**-0.5
     if _takes_flash(q, attn_mask) and (enable_gqa or q.shape[1] == k.shape[1]):
@@ -520,7 +483,7 @@ def _attention_of_gpu(
 
 
 class _Anything(types.ModuleType):
-    """Stands for Triton where it is not installed: kernels are declared, and never compiled."""
+    # stands for Triton where it is not installed: kernels are declared, and never compiled
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -529,12 +492,3 @@ class _Anything(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args and callable(args[0]) else self
-
-
-def _stand_in_for_triton(undo: ExitStack) -> None:
-    try:
-        importlib.import_module("triton")
-    except ImportError:
-        for name in ("triton", "triton.language"):
-            sys.modules[name] = _Anything(name)
-            undo.callback(sys.modules.pop, name)

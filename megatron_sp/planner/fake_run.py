@@ -16,9 +16,9 @@ import copy
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.nobody import put
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.layout import context_plan, enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
@@ -88,23 +87,18 @@ _KINDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A stretch of a step, from one unit of the model to the next."""
 
-    of_pass: int  # number of the pass that it is part of
+    number: int  # of the pass that it is part of
     phase: Phase
-    place: int  # unit of the model that it begins with; -1: none
+    unit: int  # of the model that it begins with; -1: none
     peak: float  # bytes on the device at most
     lines: Counter[str]  # of which, by name
-    calls: Counter[Key]  # number of collectives
-    sent: Counter[Key]  # their bytes
-    launches: float  # on the device
-    spent: Counter[Any]  # seconds by cause (``timeline.py :: Replay.of``)
+    totals: Counter[Any]  # launches on the device ("launches"), and what ``timeline.py :: Replay.of`` counts
 
 
-@dataclass(frozen=True)
-class RankRun:
+class RankRun(NamedTuple):
     """The second step of a rank."""
 
     resident: Counter[str]  # bytes that it holds when the step begins, by name
@@ -117,29 +111,22 @@ class RankRun:
         """Bytes at most."""
         return max(segment.peak for segment in self.segments)
 
-    def peak_of(self, phase: str) -> float:
-        """Return the bytes at most within a phase."""
-        return max((segment.peak for segment in self.segments if segment.phase == phase), default=0)
-
-    def spent(self, phase: str = "") -> Counter[Any]:
-        """Return seconds by cause, of a phase or of all of the step."""
-        found = Counter[Any]()
+    def totals(self, phase: str = "") -> Counter[Any]:
+        """Return what segments count, of a phase or of all of the step."""
+        total = Counter[Any]()
         for segment in self.segments:
             if phase in ("", segment.phase):
-                found.update(segment.spent)
-        return found
+                total.update(segment.totals)
+        return total
 
     def sent(self) -> dict[Key, tuple[float, float]]:
         """Return number and bytes of collectives, by (kind, op, group, ranks)."""
-        calls, sent = Counter[Any](), Counter[Any]()
-        for segment in self.segments:
-            calls.update(segment.calls)
-            sent.update(segment.sent)
-        return {key: (calls[key], sent[key]) for key in calls}
+        totals = self.totals()
+        keys = [entry[1] for entry in totals if entry[0] == "calls"]
+        return {key: (totals["calls", key], totals["sent", key]) for key in keys}
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Prediction of a step."""
 
     memory: MemoryPlan  # of the rank that holds most
@@ -154,16 +141,16 @@ def predict(config: Config, world_size: int, kind: Kind, machine: Machine | None
     runs = [deep.run(rank) for rank in ranks_to_run(config, world_size)]
     fullest = max(runs, key=lambda run: run.peak)
     busiest = max(runs, key=lambda run: sum(num_bytes for _, num_bytes in run.sent().values()))
-    traffic = TrafficPlan(flows_of(busiest.sent(), busiest.spent()))
-    launches = round(sum(segment.launches for segment in runs[0].segments))
-    return Prediction(_memory_plan(fullest), traffic, launches, None if machine is None else deep.time(runs, machine))
+    launches = round(runs[0].totals()["launches"])
+    time = None if machine is None else deep.time(runs, machine)
+    return Prediction(_memory_plan(fullest), TrafficPlan(flows_of(busiest.totals())), launches, time)
 
 
 def step_time(config: Config, machine: Machine) -> StepTime:
     """Return the time of a step of a validated configuration on a machine."""
-    found = predict(config, machine.gpus, "cpu" if machine.is_cpu else "cuda", machine).time
-    assert found is not None
-    return found
+    time = predict(config, machine.gpus, "cpu" if machine.is_cpu else "cuda", machine).time
+    assert time is not None
+    return time
 
 
 def ranks_to_run(config: Config, world_size: int) -> list[int]:
@@ -175,89 +162,99 @@ def ranks_to_run(config: Config, world_size: int) -> list[int]:
     """
     parallel, model = config.parallel, config.model
     pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    each = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
+    ranks_of_cp = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
     of_cp = list(range(cp))
     if cp > 1:
         plan = context_plan(model, parallel)
         received, sent = ([sum(rows(rank, 1)) for rank in of_cp] for rows in (plan.rows_received, plan.rows_sent))
-        most = (plan.lengths, received, sent, [plan.area(rank) for rank in of_cp])
-        of_cp = sorted({max(of_cp, key=lambda rank: (numbers[rank], plan.lengths[rank])) for numbers in most})
+        measures = (plan.lengths, received, sent, [plan.area(rank) for rank in of_cp])
+        of_cp = sorted({max(of_cp, key=lambda rank: (numbers[rank], plan.lengths[rank])) for numbers in measures})
     of_pp = [0]
     if pp > 1:
         layers = layers_of_stages(model, parallel)
-        shape = lambda rank: tuple(layers[stage] for stage in range(rank, len(layers), pp))
-        inner = {shape(rank): rank for rank in range(pp - 2, 0, -1)}
+        inner = {tuple(layers[rank::pp]): rank for rank in range(pp - 2, 0, -1)}
         of_pp = sorted({0, *inner.values(), pp - 1})
-    return [rank * (world_size // pp) + place * each for rank in of_pp for place in of_cp]
+    return [stage * (world_size // pp) + place * ranks_of_cp for stage in of_pp for place in of_cp]
 
 
 class _Deep:
-    """Runs of a configuration with many layers and micro-batches, by runs with few."""
+    # runs of a configuration with many layers and micro-batches, by runs with few
 
     def __init__(self, config: Config, world_size: int, kind: Kind, machine: Machine | None) -> None:
         self.config, self.world_size, self.kind, self.machine = config, world_size, kind, machine
         model, parallel, kernels = config.model, config.parallel, config.kernels
         assert model.num_layers
-        which = model.expert_layers(model.num_layers)
+        with_experts = model.expert_layers(model.num_layers)
         self.group = (kernels.recompute_num_layers or 1) if kernels.recompute_granularity == "full" else 1
         self.pp = parallel.pipeline_model_parallel_size
-        of_stages = layers_of_stages(model, parallel) if self.pp > 1 else (model.num_layers,)
-        starts = [sum(of_stages[:stage]) for stage in range(len(of_stages))]
-        layers = [range(start, start + count) for start, count in zip(starts, of_stages, strict=True)]
-        self.stages = [tuple(layer in which for layer in stage) for stage in layers]
-        dp = parallel.dp_size(world_size)
-        self.count = max(1, (config.batch.global_batch_size or 0) // (config.batch.micro_batch_size * dp))
+        counts = layers_of_stages(model, parallel) if self.pp > 1 else (model.num_layers,)
+        ends = list(accumulate(counts, initial=0))
+        self.stages: list[Layers] = [
+            tuple(layer in with_experts for layer in range(start, stop)) for start, stop in pairwise(ends)
+        ]
+        self.dp = parallel.dp_size(world_size)
+        self.count = max(1, (config.batch.global_batch_size or 0) // (config.batch.micro_batch_size * self.dp))
 
     def run(self, rank: int) -> RankRun:
-        """Return the step of a rank."""
-        few = [self._few(stage) for stage in self.stages]
-        base = self._run(rank, few)
-        found = base
-        for kind in (False, True):
-            missing = [real.count(kind) - least.count(kind) for real, least in zip(self.stages, few, strict=True)]
-            if not any(missing):
-                continue
-            added = [[kind] * self.group if more else [] for more in missing]
-            grown = self._run(
-                rank, [(*least[:_HALF], *more, *least[_HALF:]) for least, more in zip(few, added, strict=True)]
-            )
-            found = _continued(found, base, grown, max(missing) / self.group)
-        return found
+        few = []  # of each stage the layers at its ends, of each kind one
+        for stage in self.stages:
+            most = max(_FEW, 3 * self.group + len(stage) % self.group)
+            is_whole = len(stage) <= most + self.group or self.config.kernels.recompute_method == "block"
+            few.append(stage if is_whole else (*stage[:_HALF], *stage[len(stage) - (most - _HALF) :]))
+        base = deep = self._run_few(rank, few)
+        for has_experts in (False, True):
+            missing = [
+                real.count(has_experts) - run.count(has_experts) for real, run in zip(self.stages, few, strict=True)
+            ]
+            if any(missing):
+                added = [(has_experts,) * self.group if number else () for number in missing]
+                more = [(*run[:_HALF], *new, *run[_HALF:]) for run, new in zip(few, added, strict=True)]
+                deep = _continued(deep, base, self._run_few(rank, more), max(missing) / self.group)
+        return deep
+
+    def _run_few(self, rank: int, stages: Sequence[Layers]) -> RankRun:
+        config = self.config
+        enough = _PASSES if self.pp == 1 else 2 * self.pp * config.parallel.stages_per_pipeline_rank + 1
+        few = min(self.count, enough)
+        if few < self.count:
+            config = copy.copy(config)
+            config.batch = copy.copy(config.batch)
+            config.batch.global_batch_size = few * config.batch.micro_batch_size * self.dp
+        done = run_rank(config, self.world_size, self.kind, rank, stages=stages, machine=self.machine)
+        return done if few == self.count else _repeated(done, few, self.count, self.pp)
 
     def time(self, runs: Sequence[RankRun], machine: Machine) -> StepTime:
-        """Return the time of a step by the rank that computes longest, and that it waits for others in a pipeline."""
+        # of the rank that computes longest; in a pipeline it waits for others
         computed = lambda spent: sum(spent[name] for name in ("products", "attention", "memory"))
-        run = max(runs, key=lambda run: computed(run.spent()))
-        spent, forward, backward = run.spent(), computed(run.spent("forward")), computed(run.spent("backward"))
-        layers = max(sum(len(stage) for stage in self.stages[rank :: self.pp]) for rank in range(self.pp))
+        run = max(runs, key=lambda run: computed(run.totals()))
+        spent, of_backward = run.totals(), run.totals("backward")
+        forward, backward = computed(run.totals("forward")), computed(of_backward)
+        layers = max(sum(map(len, self.stages[rank :: self.pp])) for rank in range(self.pp))
         plan = recompute_plan(self.config.kernels, layers)
         again = sum(last - first for first, last, is_again in plan if is_again) / layers
-        of_selective = self.config.kernels.recompute_granularity == "selective"
-        recomputed = run.spent("forward")["attention"] if of_selective else again * forward
+        is_selective = self.config.kernels.recompute_granularity == "selective"
+        recomputed = run.totals("forward")["attention"] if is_selective else again * forward
         bubble = 0.0
         if self.pp > 1:
-            weights, of_last = run.spent("backward")["weights"], computed(runs[-1].spent())
-            bubble = self._bubble(machine, forward, backward, weights, layers, of_last)
+            weights = of_backward["weights"]
+            passes = {"F": forward, "B": backward - weights, "W": weights}
+            bubble = self._bubble(machine, passes, layers, computed(runs[-1].totals()))
         return assemble(
-            self.config, machine, spent, flows_of(run.sent(), spent), layers=layers, count=self.count, again=again,
-            host_bytes=run.host, forward=forward, backward=backward, recomputed=recomputed, bubble=bubble,
+            self.config, machine, spent, layers=layers, count=self.count, again=again, host_bytes=run.host,
+            forward=forward, backward=backward, recomputed=recomputed, bubble=bubble,
         )  # fmt: skip
 
-    def _bubble(
-        self, machine: Machine, forward: float, backward: float, weights: float, layers: int, of_last: float
-    ) -> float:
-        """Return the seconds that the busiest rank of a pipeline waits, from those of all passes of its layers."""
-        parallel, model, batch = self.config.parallel, self.config.model, self.config.batch
+    def _bubble(self, machine: Machine, passes: dict[str, float], layers: int, of_last: float) -> float:
+        # seconds that the busiest rank waits, given those of all passes of its layers, and all of the last rank
+        parallel, model = self.config.parallel, self.config.model
         plan = pipeline_plan(model, self.config.kernels, parallel, enough_micro_batches(parallel, self.count))
-        of_stages, each = layers_of_stages(model, parallel), 1 / (plan.num_slices * self.count * layers)
-        passes = {"F": forward * each, "B": (backward - weights) * each, "W": weights * each}
-        tp, shared = (
-            parallel.tensor_model_parallel_size,
-            parallel.sequence_parallel_size * parallel.context_parallel_size,
-        )
+        of_stages, share = layers_of_stages(model, parallel), 1 / (plan.num_slices * self.count * layers)
+        passes = {name: seconds * share for name, seconds in passes.items()}
+        tp = parallel.tensor_model_parallel_size
+        ranks = parallel.sequence_parallel_size * parallel.context_parallel_size
+        elements: float = self.config.batch.micro_batch_size * (model.seq_length or 0) * (model.hidden_size or 0)
+        elements /= ranks * (tp if parallel.sequence_parallel else 1) * plan.num_slices
         element = {"float64": 8, "float32": 4}.get(self.config.precision.params_dtype, 2)
-        elements: float = batch.micro_batch_size * (model.seq_length or 0) * (model.hidden_size or 0)
-        elements /= shared * (tp if parallel.sequence_parallel else 1) * plan.num_slices
         message = machine.seconds("send", "pp", self.pp, tp, 1, elements * element)
         last = sum(of_stages[stage] for stage in plan.stages_of(self.pp - 1))
         head = max(0.0, of_last / (self.count * plan.num_slices) - sum(passes.values()) * last)
@@ -270,93 +267,64 @@ class _Deep:
         played = replay(plan, seconds, lambda action: message)
         return max(0.0, played.time - max(played.busy))
 
-    def _few(self, stage: Layers) -> Layers:
-        """Return the layers of a stage that are run: those at its ends, and of each kind one."""
-        most = max(_FEW, 3 * self.group + len(stage) % self.group)
-        if len(stage) <= most + self.group or self.config.kernels.recompute_method == "block":
-            return stage
-        return (*stage[:_HALF], *stage[len(stage) - (most - _HALF) :])
 
-    def _run(self, rank: int, stages: Sequence[Layers]) -> RankRun:
-        config = self.config
-        enough = _PASSES if self.pp == 1 else 2 * self.pp * config.parallel.stages_per_pipeline_rank + 1
-        few = min(self.count, enough)
-        if few < self.count:
-            config = copy.copy(config)
-            config.batch = copy.copy(config.batch)
-            ranks = config.parallel.dp_size(self.world_size)
-            config.batch.global_batch_size = few * config.batch.micro_batch_size * ranks
-        made = run_rank(config, self.world_size, self.kind, rank, stages=stages, machine=self.machine)
-        return made if few == self.count else _repeated(made, few, self.count, self.pp)
-
-
-def _continued(found: RankRun, base: RankRun, grown: RankRun, times: float) -> RankRun:
-    """Return ``found`` with as many more layers as ``grown`` has beside those of ``base``, so many times."""
+def _continued(deep: RankRun, base: RankRun, grown: RankRun, times: float) -> RankRun:
+    # ``deep`` with as many more layers as ``grown`` has beside those of ``base``, so many times
 
     def line(a: float, b: float, c: float) -> float:
         return a + times * (c - b)
 
     def sums(a: Counter[Any], b: Counter[Any], c: Counter[Any]) -> Counter[Any]:
         keys = dict.fromkeys((*a, *b, *c))  # in this order, which a set would not have
-        return Counter({key: a[key] + times * (c[key] - b[key]) for key in keys})
+        return Counter({key: line(a[key], b[key], c[key]) for key in keys})
 
     segments = []
-    for a, b, c in zip(found.segments, base.segments, _aligned(base.segments, grown.segments), strict=True):
-        calls, sent, spent = Counter[Any](), Counter[Any](), Counter[Any]()
-        for one in c:
-            calls.update(one.calls)
-            sent.update(one.sent)
-            spent.update(one.spent)
-        segments.append(replace(
-            a, peak=line(a.peak, b.peak, c[0].peak), lines=sums(a.lines, b.lines, c[0].lines),
-            calls=sums(a.calls, b.calls, calls), sent=sums(a.sent, b.sent, sent), spent=sums(a.spent, b.spent, spent),
-            launches=line(a.launches, b.launches, sum(one.launches for one in c)),
+    for a, b, c in zip(deep.segments, base.segments, _aligned(base.segments, grown.segments), strict=True):
+        totals = Counter[Any]()
+        for segment in c:
+            totals.update(segment.totals)
+        segments.append(a._replace(
+            peak=line(a.peak, b.peak, c[0].peak), lines=sums(a.lines, b.lines, c[0].lines),
+            totals=sums(a.totals, b.totals, totals),
         ))  # fmt: skip
-    host = line(found.host, base.host, grown.host)
-    of_optimizer = line(found.optimizer_host, base.optimizer_host, grown.optimizer_host)
-    return RankRun(sums(found.resident, base.resident, grown.resident), segments, host, of_optimizer)
+    host = line(deep.host, base.host, grown.host)
+    of_optimizer = line(deep.optimizer_host, base.optimizer_host, grown.optimizer_host)
+    return RankRun(sums(deep.resident, base.resident, grown.resident), segments, host, of_optimizer)
 
 
 def _aligned(base: list[Segment], grown: list[Segment]) -> list[list[Segment]]:
-    """Return for each segment of a run that of a run with more layers, and behind it those that are there besides."""
-    passes: dict[int, tuple[list[Segment], list[Segment]]] = {one.of_pass: ([], []) for one in base}
+    # for each segment of a run that of a run with more layers, and behind it those that are there besides
+    passes: dict[int, tuple[list[Segment], list[Segment]]] = {segment.number: ([], []) for segment in base}
     for index, segments in enumerate((base, grown)):
-        for one in segments:
-            passes[one.of_pass][index].append(one)
-    found = list[list[Segment]]()
+        for segment in segments:
+            passes[segment.number][index].append(segment)
+    aligned = list[list[Segment]]()
     for fewer, more in passes.values():
         middle, added = (len(fewer) + 1) // 2, len(more) - len(fewer)
         assert added >= 0, "a run with more layers has no fewer segments"
-        found += [[one] for one in more[:middle]]
-        found[-1] += more[middle : middle + added]
-        found += [[one] for one in more[middle + added :]]
-    return found
+        aligned += [[segment] for segment in more[:middle]]
+        aligned[-1] += more[middle : middle + added]
+        aligned += [[segment] for segment in more[middle + added :]]
+    return aligned
 
 
 def _repeated(run: RankRun, few: int, count: int, pp: int) -> RankRun:
-    """Return a run of so many micro-batches, given one of a few: those between the first and the last are alike.
-
-    In a pipeline, whose passes are in many orders, what is sent within layers and between stages grows with the
-    micro-batches.
-    """
+    # a run of ``count`` micro-batches, given one of a few: those between the first and the last are alike; in a
+    # pipeline, whose passes are in many orders, what is sent within layers and between stages grows with their number
     data = Counter({"micro-batches": run.resident["micro-batches"] * (count / few - 1)})
     segments = []
     for segment in run.segments:
-        times: float = 1 + (count - few) * (segment.of_pass in _SECOND)
+        times: float = 1 + (count - few) * (segment.number in _SECOND)
         if pp > 1:
             times = count / few if segment.phase != "update" else 1
         of_others = times if pp == 1 else 1
-        calls, sent = (
-            Counter({key: n * (times if key[2] in _OF_LAYERS else of_others) for key, n in counter.items()})
-            for counter in (segment.calls, segment.sent)
-        )
-        spent = Counter({key: seconds * times for key, seconds in segment.spent.items()})
-        peak, launches = segment.peak + data.total(), segment.launches * times
-        lines = segment.lines + data
-        segments.append(
-            replace(segment, peak=peak, lines=lines, calls=calls, sent=sent, launches=launches, spent=spent)
-        )
-    return RankRun(run.resident + data, segments, run.host, run.optimizer_host)
+        totals: Any = Counter()
+        for name, amount in segment.totals.items():
+            is_other = name[0] in ("calls", "sent") and name[1][2] not in _OF_LAYERS
+            totals[name] = amount * (of_others if is_other else times)
+        peak = segment.peak + data.total()
+        segments.append(segment._replace(peak=peak, lines=segment.lines + data, totals=totals))
+    return run._replace(resident=run.resident + data, segments=segments)
 
 
 def _memory_plan(run: RankRun) -> MemoryPlan:
@@ -368,19 +336,11 @@ def _memory_plan(run: RankRun) -> MemoryPlan:
             more = {name: size - run.resident[name] for name, size in worst.lines.items()}
             lines = [Line(name, round(size)) for name, size in more.items() if size > 0]
             lines.append(Line("rest", round(worst.peak) - sum(line.num_bytes for line in (*stays, *lines))))
-            last = max(one.place for one in of_phase)
+            last = max(segment.unit for segment in of_phase)
             places = {-1: "its beginning", 0: "embedding", 1: "first layer", last: "head", last - 1: "last layer"}
-            name = "optimizer" if phase == "update" else places.get(worst.place, "in the middle")
+            name = "optimizer" if phase == "update" else places.get(worst.unit, "in the middle")
             moments.append(Moment(cast("Any", phase), name, tuple(line for line in lines if line.num_bytes > 0)))
     return MemoryPlan(stays, tuple(moments), round(run.host), round(run.optimizer_host))
-
-
-def _set_layers(config: Config, stages: Sequence[Layers]) -> None:
-    layers = [has for stage in stages for has in stage]
-    config.model = copy.copy(config.model)
-    config.model.num_layers = len(layers)
-    if config.model.has_experts:
-        config.model.moe_layer_freq = f"[{','.join(str(int(has)) for has in layers)}]"
 
 
 def run_rank(
@@ -389,63 +349,57 @@ def run_rank(
 ) -> RankRun:  # fmt: skip
     """Take two steps as a rank of a job; there must be no process group yet.
 
-    Args:
-        config: validated, with the vocabulary size.
-        world_size: processes of the job.
-        kind: of its devices.
-        rank: of the job.
-        stages: layers of each stage; None: those of the configuration.
-        routed: rows of experts (default: even ones).
-        machine: whose clock runs.
+    ``stages`` are the layers of each stage instead of the configuration's, ``routed`` the rows of experts instead of
+    even ones, and ``machine`` the one whose clock runs.
     """
     config = copy.deepcopy(config)
     config.logging.report_overlap, config.parallel.check_collectives = None, False
     if config.parallel.overlap_mode == "auto":
         config.parallel.sp_overlap_mode, config.parallel.sp_overlap_comm = "none", False
     if stages is not None:
-        _set_layers(config, stages)
+        layers = [has_experts for stage in stages for has_experts in stage]
+        config.model.num_layers = len(layers)
+        if config.model.has_experts:
+            config.model.moe_layer_freq = f"[{','.join(str(int(has_experts)) for has_experts in layers)}]"
     share = config.data.mask_prob if config.model.is_bert else 1.0
     with ExitStack() as undo:
         device = undo.enter_context(fake_device(kind, world_size, rank, share))
         device.older_attention = takes_flash2(config)
         step = _build(config, device, undo, stages, routed)
-        batches = _batches(config, step.groups, device)
-        _take(step, config, 1, batches())
-        return _Watch(step, device, Replay(config, machine)).second_step(config, batches())
+        _take(step, config, 1, _micro_batches(config, step, device.device))
+        return _Watch(step, device, Replay(config, machine)).second_step(config)
 
 
 class _Mark(NamedTuple):
-    """Beginning of a segment: numbers of the next entry of the trace, call, event and launch; and what it is of."""
-
+    # beginning of a segment: numbers of the next entry of the trace, event and launch; and what it is of
     trace: int
-    call: int
     event: int
     launch: int
-    of_pass: int
+    number: int
     phase: Phase
     unit: int
 
 
 class _Watch:
-    """Records where the segments of a step begin, and what it does in them."""
+    # records where the segments of a step begin, and what it does in them
 
     def __init__(self, step: TrainStep, device: FakeDevice, clock: Replay) -> None:
         self.step, self.device, self.clock, self.number = step, device, clock, 0
         self.marks = list[_Mark]()
         self.resident = Counter[str]()
 
-    def second_step(self, config: Config, micro_batches: list[dict[str, Tensor]]) -> RankRun:
-        """Take the step, and return what it did."""
+    def second_step(self, config: Config) -> RankRun:
         step, device = self.step, self.device
+        micro_batches = _micro_batches(config, step, device.device)
         device.keeps_time = True
         start, inner = step.gradients.start_step, step.events
-        before = len(device.calls), len(device.events), device.launches
+        first_event, first_launch = len(device.events), device.launches
 
         def begin() -> None:
             start()
             self.resident = device.restart(_owners(step, micro_batches))
             self._enter("forward")
-            self.marks[0] = _Mark(0, *before, *self.marks[0][4:])
+            self.marks[0] = self.marks[0]._replace(trace=0, event=first_event, launch=first_launch)
 
         def before_use(unit: int) -> None:
             self._mark(unit)
@@ -457,10 +411,10 @@ class _Watch:
         recorder = SimpleNamespace(enter=self._enter, start_step=idle, end_step=idle, recording=True, clock=clock)
         step.recorder = cast("Any", recorder)
         _take(step, config, 2, micro_batches)
-        last = len(device.events)  # what is under way goes on in the next step
+        last_event = len(device.events)  # what is under way goes on in the next step
         step.weights.settle()
         step.events = inner
-        return self._read(before[1], last)
+        return self._read(first_event, last_event)
 
     def _enter(self, phase: Phase) -> None:
         self.number, self.device.phase = self.number + 1, phase
@@ -468,24 +422,23 @@ class _Watch:
 
     def _mark(self, unit: int) -> None:
         device, phase = self.device, cast("Phase", self.device.phase)
-        next_ones = len(device.trace), len(device.calls), len(device.events), device.launches
+        next_ones = len(device.trace), len(device.events), device.launches
         self.marks.append(_Mark(*next_ones, self.number, phase, unit))
 
-    def _read(self, first: int, last: int) -> RankRun:
-        """Return the step; ``first``, ``last``: numbers of its events."""
+    def _read(self, first_event: int, last_event: int) -> RankRun:
         device, lines, segments = self.device, Counter(self.resident), list[Segment]()
-        labels = {number: _part(place) for place, number in device.places.items()}
         places = {number: place for place, number in device.places.items()}
+        labels = {number: _part(place) for number, place in places.items()}
         names, live = _names_of_groups(self.step), sum(lines.values())
-        keys = {}
-        for index, one in enumerate(device.calls):
-            group, ranks = names.get(getattr(one.group, "group_name", ""), ("pp", 2))
-            known = {"sp": "heads", "cp": "keys and values"}.get(group, "") if one.op == "all_to_all" else ""
-            keys[index] = (_kind(places[one.place], known), one.op, group, ranks), one.num_bytes
-        earlier = device.events[:first]
+        calls = dict[int, tuple[Key, int]]()
+        for index, call in enumerate(device.calls):
+            group, ranks = names.get(getattr(call.group, "group_name", ""), ("pp", 2))
+            known = {"sp": "heads", "cp": "keys and values"}.get(group, "") if call.op == "all_to_all" else ""
+            calls[index] = (_kind(places[call.place], known), call.op, group, ranks), call.num_bytes
+        earlier = device.events[:first_event]
         waited = {event.call for event in earlier if event.is_wait}
-        self.clock.start([e.call for e in earlier if e.cost is None and e.call not in waited], keys)
-        end = _Mark(len(device.trace), len(device.calls), last, device.launches, 0, "update", -1)
+        self.clock.start([e.call for e in earlier if e.cost is None and e.call not in waited], calls)
+        end = _Mark(len(device.trace), last_event, device.launches, 0, "update", -1)
         for mark, following in pairwise([*self.marks, end]):
             entries = device.trace[mark.trace : following.trace]
             after = list(accumulate((size for size, _ in entries), initial=live))
@@ -494,24 +447,19 @@ class _Watch:
             for number, (size, place) in enumerate(entries, 1):
                 lines[labels[place]] += size
                 held = Counter(lines) if number == at_peak else held
-            calls, sent = Counter[Any](), Counter[Any]()
-            for index in range(mark.call, following.call):
-                key, num_bytes = keys[index]
-                calls[key] += 1
-                sent[key] += num_bytes
-            spent = self.clock.of(device.events[mark.event : following.event], keys, mark.phase == "update")
-            launches = following.launch - mark.launch
-            segments.append(Segment(*mark[4:], peak, held, calls, sent, launches, spent))
+            totals = self.clock.of(device.events[mark.event : following.event], calls, mark.phase == "update")
+            totals["launches"] = following.launch - mark.launch
+            segments.append(Segment(mark.number, mark.phase, mark.unit, peak, held, totals))
         of_optimizer = sum(size for place, size in device.host.items() if places[place].startswith("optim/"))
         return RankRun(self.resident, segments, device.host.total() - of_optimizer, of_optimizer)
 
 
 def _owners(step: TrainStep, micro_batches: list[dict[str, Tensor]]) -> dict[int, str]:
-    """Return what the tensors are that stay for the whole run, by the identity of their storages."""
-    units, of = step.weights.units, dict[int, str]()
+    # what the tensors are that stay for the whole run, by the identity of their storages
+    units, owners = step.weights.units, dict[int, str]()
 
     def name(label: str, tensors: Iterable[Any]) -> None:
-        of.update({t.untyped_storage()._cdata: label for t in tensors if isinstance(t, Tensor)})
+        owners.update({t.untyped_storage()._cdata: label for t in tensors if isinstance(t, Tensor)})
 
     name("micro-batches", (t for batch in micro_batches for t in batch.values()))
     if step.weights.stage == 3:
@@ -520,11 +468,11 @@ def _owners(step: TrainStep, micro_batches: list[dict[str, Tensor]]) -> dict[int
     name("optimizer state", tree_leaves(states))
     name("master weights", (unit.master for unit in units))
     name("parameters", (t for unit in units for t in (unit.params, unit.local_params, unit.local_frozen)))
-    return of
+    return owners
 
 
 def _part(place: str) -> str:
-    """Return what a tensor is part of that a place has allocated."""
+    # what a tensor is part of that a place has allocated
     if place.startswith("="):
         return place[1:]
     file, _, phase = place.partition("|")
@@ -539,8 +487,8 @@ def _kind(place: str, known: str) -> str:
 
 
 def _names_of_groups(step: TrainStep) -> dict[str, tuple[str, int]]:
-    """Return name and size of each group, by torch's name."""
-    groups, found = step.groups, dict[str, tuple[str, int]]()
+    # name and size of each group, by torch's name
+    groups, known = step.groups, dict[str, tuple[str, int]]()
     replicas = "dp x sp" if groups.cp.size() == 1 else "dp x cp x sp"
     ep: Any = getattr(cast("Any", step.model), "layout", SimpleNamespace(ep=None)).ep
     named: list[tuple[str, Any]] = [
@@ -552,8 +500,8 @@ def _names_of_groups(step: TrainStep) -> dict[str, tuple[str, int]]:
     ]  # fmt: skip
     for name, group in named:
         if group is not None and hasattr(group, "group_name"):
-            found.setdefault(group.group_name, (name, group.size()))
-    return found
+            known.setdefault(group.group_name, (name, group.size()))
+    return known
 
 
 # building a run
@@ -561,24 +509,28 @@ def _names_of_groups(step: TrainStep) -> dict[str, tuple[str, int]]:
 
 def _build(
     config: Config, device: FakeDevice, undo: ExitStack, stages: Sequence[Layers] | None, routed: RoutedRows | None
-) -> TrainStep:  # fmt: skip
-    """Put a run's model, optimizer and step together, as ``training/run.py`` does, without timing any alternatives."""
+) -> TrainStep:
+    # puts a run's model, optimizer and step together, as ``training/run.py`` does, without timing any alternatives
     task = bert_task(config) if config.model.is_bert else GPT
-    plain = task.build_model
 
     def build_model(*args: Any) -> Any:
         with torch.device("meta"):  # no weights are drawn
-            return plain(*args)
+            return task.build_model(*args)
+
+    def choose_fused(_config: Any, _device: Any, norm: Any) -> FusedKernels:
+        uses_triton = device.kind == "cuda" and config.kernels.fused_kernels != "torch"
+        name: Any = "triton" if uses_triton else "torch"
+        of_norm = None if norm is None else FusedKernel(norm.kind, name, "")
+        return FusedKernels(None, of_norm, FusedKernel(ELEMENTWISE, name, ""))
 
     groups = replace(layout_groups(config, torch.device("cpu"), check=False), device=device.device)
-    uses_triton = device.kind == "cuda" and config.kernels.fused_kernels != "torch"
     undo.callback(launch.use_triton, launch._in_use)
-    put(undo, kernel_selection, "_choose_fused", lambda _config, _device, norm: _kernels(norm, uses_triton))
+    put(undo, kernel_selection, "_choose_fused", choose_fused)
     if stages is not None and groups.pp.size() > 1:
         layers, parallel = [len(layers) for layers in stages], config.parallel
         costs = layer_costs(config.model, config.kernels)
-        made = Pipeline(groups, cast("Any", parallel.pipeline_kind), layers, parallel.num_pipeline_slices, costs)
-        put(undo, run, "build_pipeline", lambda *_: made)
+        pipeline = Pipeline(groups, cast("Any", parallel.pipeline_kind), layers, parallel.num_pipeline_slices, costs)
+        put(undo, run, "build_pipeline", lambda *_: pipeline)
     if config.model.has_experts:
         _route(config, undo, routed)
     faults = SimpleNamespace(at=lambda *_: None, poisons=lambda *_: False, faults=())
@@ -616,47 +568,45 @@ def takes_flash2(config: Config) -> bool:
     return config.kernels.deterministic_mode and (backend == "fused" or (backend == "auto" and drops))
 
 
-def _kernels(norm: Any, uses_triton: bool) -> FusedKernels:
-    name: Any = "triton" if uses_triton else "torch"
-    of_norm = None if norm is None else FusedKernel(norm.kind, name, "")
-    return FusedKernels(None, of_norm, FusedKernel(ELEMENTWISE, name, ""))
-
-
 def _route(config: Config, undo: ExitStack, routed: RoutedRows | None) -> None:
-    """Give experts their rows."""
+    # gives experts their rows, of which each chunk of the tokens has its share
     plain, model, load = Counts.read, config.model, config.parallel.moe_worst_load
 
     def read(counts: Any) -> Any:
         if counts.numbers is None:
             counts._coming.wait()
-            ep, chunks, own = counts._ep.size, len(counts._chunks), counts._own
-            rows = routed or even_rows(model, ep, len(counts._chosen), load)
-            each, this_rank = round(rows.choices / (own * ep * chunks)), counts._ep.rank
+            ep, own, tokens = counts._ep, counts._own, len(counts._chosen)
+            rows = routed or even_rows(model, ep.size, tokens, load)
+            shares = [(chunk.stop - chunk.start) / max(1, tokens) for chunk in counts._chunks]
 
-            def of(others: float) -> Any:
-                to = [rows.own if rank == this_rank else others / max(1, ep - 1) for rank in range(ep)]
-                return [[[each] * own + [round(to[rank] / chunks)]] * chunks for rank in range(ep)]
+            def numbers(others: float) -> list[list[list[int]]]:
+                to = [rows.own if rank == ep.rank else others / max(1, ep.size - 1) for rank in range(ep.size)]
+                choices = [round(rows.choices / (own * ep.size) * share) for share in shares]
+                return [
+                    [[chosen] * own + [round(number * share)] for chosen, share in zip(choices, shares, strict=True)]
+                    for number in to
+                ]
 
-            counts.numbers = [of(rows.to_others), of(rows.from_others)]
+            counts.numbers = [numbers(rows.to_others), numbers(rows.from_others)]
         return plain(counts)
 
     put(undo, Counts, "read", read)
 
 
-def _batches(config: Config, groups: ParallelGroups, device: FakeDevice) -> Callable[[], list[dict[str, Tensor]]]:
+def _micro_batches(config: Config, step: TrainStep, device: torch.device) -> list[dict[str, Tensor]]:
     batch, model = config.batch, config.model
-    each = batch.micro_batch_size * groups.dp_size
     b, s = batch.micro_batch_size, model.seq_length or 1
+    samples = b * step.groups.dp_size
 
     def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device.device)
+        return torch.empty(size, dtype=dtype, device=device)
 
-    def one() -> dict[str, Tensor]:
-        made = {"tokens": empty(b, s), "labels": empty(b, s), "sample_ids": empty(b)}
-        made |= {"loss_mask": empty(b, s, dtype=torch.float32)} | ({"types": empty(b, s)} if model.is_bert else {})
-        return made | ({"order": empty(b)} if model.has_order_head else {})
-
-    return lambda: [one() for _ in range(max(1, (batch.global_batch_size or each) // each))]
+    micro_batches = []
+    for _ in range(max(1, (batch.global_batch_size or samples) // samples)):
+        tensors = {"tokens": empty(b, s), "labels": empty(b, s), "sample_ids": empty(b)}
+        tensors |= {"loss_mask": empty(b, s, dtype=torch.float32)} | ({"types": empty(b, s)} if model.is_bert else {})
+        micro_batches.append(tensors | ({"order": empty(b)} if model.has_order_head else {}))
+    return micro_batches
 
 
 def _take(step: TrainStep, config: Config, number: int, batches: list[dict[str, Tensor]]) -> None:
@@ -670,8 +620,8 @@ def main() -> int:
     """Answer a question in JSON on the standard input: what a step of a run holds and sends."""
     asked = json.load(sys.stdin)
     config, _ = Config.from_dict(asked["config"])
-    found = predict(config, asked["world_size"], asked["kind"])
-    memory, traffic = with_saves(found.memory, config, asked["world_size"], asked["kind"]), found.traffic
+    predicted = predict(config, asked["world_size"], asked["kind"])
+    memory, traffic = with_saves(predicted.memory, config, asked["world_size"], asked["kind"]), predicted.traffic
     answer = {"predicted_bytes": memory.peak, "sent_bytes": traffic.num_bytes, "can_hide_bytes": traffic.can_hide}
     print(json.dumps({**answer, "collectives": traffic.number}))
     return 0

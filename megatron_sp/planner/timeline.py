@@ -52,7 +52,6 @@ class Product(NamedTuple):
     element: int
 
     def seconds(self, gpu: Gpu) -> float:
-        """Time on a device."""
         flops, elements = 2.0 * self.m * self.n * self.k, self.m * self.k + self.k * self.n + self.m * self.n
         rate = gpu.matmul_tflops * 1e12 * _filled(gpu.units, self.m, self.n, self.number)
         rate *= self.k / (self.k + _SHORT_INNER) if gpu.units else 1.0
@@ -69,7 +68,6 @@ class Scores(NamedTuple):
     is_older: bool  # FlashAttention 2, or torch's own flash kernel with dropout
 
     def seconds(self, gpu: Gpu) -> float:
-        """Time on a device."""
         rate = gpu.attention_backward_tflops if self.is_backward else gpu.attention_forward_tflops
         rate *= gpu.flash2_share if self.is_older else 1.0
         share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - self.width) / (_WIDE - _NARROW)))
@@ -85,7 +83,6 @@ class Moved(NamedTuple):
     kind: str = ""  # activation or update, whose rates a CPU has measured
 
     def seconds(self, gpu: Gpu) -> float:
-        """Time on a device."""
         measured = {"activation": gpu.activation_gbs, "update": gpu.update_gbs}.get(self.kind, 0.0)
         rate = measured or gpu.memory_gbs * _ELEMENTWISE
         return self.num_bytes / (rate * 1e9) + (gpu.launch_us * 1e-6 if gpu.units else 0.0)
@@ -94,8 +91,8 @@ class Moved(NamedTuple):
 Cost = Product | Scores | Moved
 
 
-def _filled(units: int, m: int, n: int, count: int = 1) -> float:
-    """Return the share of a device that a product's tiles keep busy, for the best of the usual tile sizes."""
+def _filled(units: int, m: int, n: int, count: int) -> float:
+    # share of a device that a product's tiles keep busy, for the best of the usual tile sizes
     if not units:
         return 1.0
     best = 0.0
@@ -107,7 +104,7 @@ def _filled(units: int, m: int, n: int, count: int = 1) -> float:
 
 
 def tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, far faster than torch's function for all kinds of trees."""
+    """Return the tensors in nested lists, tuples and dicts, far faster than torch's ``tree_leaves``."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
@@ -134,10 +131,8 @@ def cost_of(
 ) -> Cost | None:  # fmt: skip
     """Return the cost of an operator; None: it only makes room.
 
-    Args:
-        arguments, writes: names of its arguments, and numbers of those that it changes.
-        is_older: of attention, see ``Scores``.
-        kind: of bytes, see ``Moved``.
+    ``arguments`` and ``writes`` are the names of its arguments and the numbers of those that it changes; ``is_older``
+    and ``kind`` are those of ``Scores`` and ``Moved``.
     """
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         a, b = args[1:3] if "add" in name else args[:2]
@@ -213,8 +208,7 @@ class TrafficPlan:
         return {**totals, "flows": [asdict(flow) for flow in self.flows]}
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One kind of communication of a step: its link, time without overlap, and the part hidden under computation."""
 
     flow: Flow
@@ -249,14 +243,14 @@ class StepTime:
         return sum(exchange.exposed for exchange in self.exchanges)
 
     @property
-    def host(self) -> float:
-        """Time that the GPU waits for Python."""
-        return max(0.0, self.python - self._of_gpu)
-
-    @property
     def _of_gpu(self) -> float:
         computed = self.products + self.attention + self.memory + self.update
         return computed + self.overlap + self.copies + self.exposed
+
+    @property
+    def host(self) -> float:
+        """Time that the GPU waits for Python."""
+        return max(0.0, self.python - self._of_gpu)
 
     @property
     def seconds(self) -> float:
@@ -272,11 +266,11 @@ class StepTime:
             "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
             "bubble of the pipeline": self.bubble,
         }  # fmt: skip
-        name = max(parts, key=lambda part: parts[part])
-        if name == "communication":
+        cause = name = max(parts, key=lambda part: parts[part])
+        if cause == "communication":
             worst = max(self.exchanges, key=lambda exchange: exchange.exposed)
             name = f"{worst.link}: {worst.flow.kind}"
-        return f"{name} {parts[name] if name in parts else self.exposed + self.overlap:.3g} s"
+        return f"{name} {parts[cause]:.3g} s"
 
 
 class Event(NamedTuple):
@@ -288,71 +282,73 @@ class Event(NamedTuple):
     is_weight: bool = False  # a product for the gradient of a weight
 
 
+_SOME_GPU = Gpu("", 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0, "", "")
+# what an operator's time is part of, and what a collective is hidden under while it runs
+_CAUSES: dict[type, tuple[str, str]] = {
+    Product: ("products", "products"), Scores: ("attention", "attention"), Moved: ("memory", "other kernels"),
+}  # fmt: skip
+
+
 class Replay:
     """The clock of a rank on a machine (None: one without times, of which it is known what can hide)."""
 
     def __init__(self, config: Config, machine: Machine | None) -> None:
-        self._config, self._machine, self._parallel = config, machine, config.parallel
-        self._now, self._free = 0.0, dict[bool, float]()
+        self._config, self._machine = config, machine
+        self._tp = config.parallel.tensor_model_parallel_size
+        self._sp = config.parallel.sequence_parallel_size
+        self._now = 0.0
+        self._free = dict[bool, float]()  # when the links inside a node and between nodes are free again
         self._computed = dict.fromkeys(("products", "attention", "other kernels"), 0.0)
         self._under_way = dict[int, tuple[float, dict[str, float]]]()  # end, computed before
 
     def start(self, pending: Iterable[int], calls: dict[int, tuple[Key, int]]) -> None:
         """Begin a step with collectives of the one before under way."""
         for call in pending:
-            (_, op, group, ranks), num_bytes = calls[call]
-            self._send(call, op, group, ranks, num_bytes)
+            self._send(call, *calls[call])
 
-    def _send(self, call: int, op: str, group: str, ranks: int, num_bytes: int) -> float:
-        crosses = self._machine is not None and self._machine.crosses(group, ranks, *self._sizes)
-        taken = self._seconds(op, group, ranks, num_bytes)
+    def _send(self, call: int, key: Key, num_bytes: int) -> float:
+        (_, op, group, ranks), machine, taken, crosses = key, self._machine, 0.0, False
+        if machine is not None:
+            crosses = machine.crosses(group, ranks, self._tp, self._sp)
+            taken = machine.seconds(op, group, ranks, self._tp, 1, num_bytes, self._sp)
+            share = share_of_units(self._config, machine, group)
+            if share < 1:
+                taken = max(taken, num_bytes / (share * machine.inside.gbs * 1e9))
         end = max(self._now, self._free.get(crosses, 0.0)) + taken
         self._free[crosses] = end
         self._under_way[call] = (end, dict(self._computed))
         return taken
 
     def of(self, events: Sequence[Event], calls: dict[int, tuple[Key, int]], is_update: bool) -> Counter[Any]:
-        """Go on by a stretch of a step; return seconds by cause, and bytes that can hide by (key, under what)."""
-        found: Any = Counter()
+        """Go on by a stretch of a step; return what adds up over stretches.
+
+        Seconds by cause, by ("time", key) and ("exposed", key); bytes that can hide, by ("hides", key, under what);
+        number and bytes of collectives, by ("calls", key) and ("sent", key).
+        """
+        totals: Any = Counter()
         gpu = self._machine.gpu if self._machine is not None else _SOME_GPU
         for cost, call, is_wait, is_weight in events:
             if cost is not None:
                 seconds = cost.seconds(gpu) / (1.0 if is_update else gpu.sustained)
-                part = "update" if is_update else _PARTS[type(cost)]
-                found[part] += seconds
-                found["weights"] += seconds if is_weight else 0.0
+                cause, under = _CAUSES[type(cost)]
+                totals["update" if is_update else cause] += seconds
+                totals["weights"] += seconds if is_weight else 0.0
                 self._now += seconds
-                self._computed[_UNDER[type(cost)]] += seconds
-            elif not is_wait:
-                (_, op, group, ranks), num_bytes = calls[call]
-                found["time", calls[call][0]] += self._send(call, op, group, ranks, num_bytes)
+                self._computed[under] += seconds
+                continue
+            key, num_bytes = calls[call]
+            if not is_wait:
+                totals["calls", key] += 1
+                totals["sent", key] += num_bytes
+                totals["time", key] += self._send(call, key, num_bytes)
             elif call in self._under_way:
                 end, before = self._under_way.pop(call)
-                key, num_bytes = calls[call]
                 meanwhile = {name: seconds - before[name] for name, seconds in self._computed.items()}
                 if any(meanwhile.values()):
-                    found["hides", key, max(meanwhile, key=lambda name: meanwhile[name])] += num_bytes
-                found["exposed", key] += max(0.0, end - self._now)
+                    totals["hides", key, max(meanwhile, key=lambda name: meanwhile[name])] += num_bytes
+                totals["exposed", key] += max(0.0, end - self._now)
                 self._now = max(self._now, end)
-        return found
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        return self._parallel.tensor_model_parallel_size, self._parallel.sequence_parallel_size
-
-    def _seconds(self, op: str, group: str, ranks: int, num_bytes: int) -> float:
-        machine = self._machine
-        if machine is None:
-            return 0.0
-        tp, sp = self._sizes
-        seconds = machine.seconds(op, group, ranks, tp, 1, num_bytes, sp)
-        share = share_of_units(self._config, machine, group)
-        return max(seconds, num_bytes / (share * machine.inside.gbs * 1e9)) if share < 1 else seconds
-
-
-_SOME_GPU = Gpu("", 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0, "", "")
-_PARTS: dict[type, str] = {Product: "products", Scores: "attention", Moved: "memory"}
-_UNDER: dict[type, str] = {Product: "products", Scores: "attention", Moved: "other kernels"}
+        return totals
 
 
 def share_of_units(config: Config, machine: Machine, group: str) -> float:
@@ -362,45 +358,44 @@ def share_of_units(config: Config, machine: Machine, group: str) -> float:
     return 1.0 if most is None or not gpu.units else min(1.0, most / (gpu.overlap_cost * gpu.units))
 
 
-def flows_of(sent: dict[Key, tuple[float, float]], spent: Counter[Any]) -> tuple[Flow, ...]:
-    """Return collectives by kind, the largest first, of numbers and bytes, and sums of what ``Replay.of`` returns."""
-    found = []
-    for key, (number, num_bytes) in sent.items():
-        hides = {entry[2]: amount for entry, amount in spent.items() if entry[0] == "hides" and entry[1] == key}
+def flows_of(totals: Counter[Any]) -> tuple[Flow, ...]:
+    """Return collectives by kind, the largest first, of sums of what ``Replay.of`` returns."""
+    flows = []
+    keys: list[Key] = [entry[1] for entry in totals if entry[0] == "calls"]
+    for key in keys:
+        number, num_bytes = totals["calls", key], totals["sent", key]
+        hides = {entry[2]: amount for entry, amount in totals.items() if entry[0] == "hides" and entry[1] == key}
         under, can_hide = max(hides, key=lambda name: hides[name]) if hides else "", min(num_bytes, sum(hides.values()))
-        found.append(Flow(*key, round(number), round(num_bytes), round(can_hide), under))
-    return tuple(sorted(found, key=lambda flow: -flow.num_bytes))
+        flows.append(Flow(*key, round(number), round(num_bytes), round(can_hide), under))
+    return tuple(sorted(flows, key=lambda flow: -flow.num_bytes))
 
 
 def assemble(
-    config: Config, machine: Machine, spent: Counter[Any], flows: Sequence[Flow], *, layers: int, count: int,
-    again: float, host_bytes: float, forward: float, backward: float, recomputed: float, bubble: float = 0.0,
+    config: Config, machine: Machine, totals: Counter[Any], *, layers: int, count: int, again: float,
+    host_bytes: float, forward: float, backward: float, recomputed: float, bubble: float = 0.0,
 ) -> StepTime:  # fmt: skip
-    """Return the time of a step.
+    """Return the time of a step, given ``totals`` (see ``flows_of``) of a rank with so many layers and micro-batches.
 
-    Args:
-        spent: as for ``flows_of``.
-        layers, count: layers of the rank, and micro-batches.
-        again: share of the layers' forward passes that are repeated.
-        host_bytes: of activations that a micro-batch copies to the host, and back.
-        forward, backward: seconds of computation of all micro-batches.
-        recomputed, bubble: see ``StepTime``.
+    ``again`` is the share of the layers' forward passes that are repeated, ``host_bytes`` what a micro-batch copies to
+    the host and back, ``forward`` and ``backward`` are seconds of computation of all micro-batches.
     """
-    gpu, (tp, sp) = machine.gpu, (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size)
-    exchanges = []
-    for flow in flows:
+    gpu, parallel = machine.gpu, config.parallel
+    tp, sp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+    exchanges, slowed, of_sp = [], 0.0, 0.0
+    for flow in flows_of(totals):
         key = (flow.kind, flow.op, flow.group, flow.ranks)
-        seconds = spent["time", key]
-        link, hidden = machine.link_of(flow.group, flow.ranks, tp, sp).name, max(0.0, seconds - spent["exposed", key])
+        seconds = totals["time", key]
+        link, hidden = machine.link_of(flow.group, flow.ranks, tp, sp).name, max(0.0, seconds - totals["exposed", key])
         exchanges.append(Exchange(flow, link, seconds, hidden))
-    slowed = sum(e.hidden * gpu.overlap_cost * share_of_units(config, machine, e.flow.group) for e in exchanges)
-    is_captured = config.kernels.cuda_graphs != "off" and not obstacles(config)
-    of_sp: float = sum(flow.number for flow in flows if flow.group == "sp" and flow.op == "all_to_all")
-    of_sp /= max(1, layers) * count
-    python = 0.0 if is_captured else 1e-3 * gpu.host_ms * count * (layers * (1 + again / 3 + _EXCHANGE * of_sp) + 1)
+        slowed += hidden * gpu.overlap_cost * share_of_units(config, machine, flow.group)
+        of_sp += flow.number if flow.group == "sp" and flow.op == "all_to_all" else 0
+    python = 0.0
+    if config.kernels.cuda_graphs == "off" or obstacles(config):
+        of_sp /= max(1, layers) * count  # Ulysses' exchanges of a layer and micro-batch
+        python = 1e-3 * gpu.host_ms * count * (layers * (1 + again / 3 + _EXCHANGE * of_sp) + 1)
     copied = host_bytes / (gpu.host_gbs * 1e9) * count
     copies = max(0.0, copied - forward) + max(0.0, copied - backward)
     return StepTime(
-        spent["products"], spent["attention"], spent["memory"], recomputed, spent["update"], python, slowed, copies,
+        totals["products"], totals["attention"], totals["memory"], recomputed, totals["update"], python, slowed, copies,
         tuple(exchanges), bubble,
     )  # fmt: skip
