@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         results["layouts"][str(layout)] = {"layout": asdict(layout), "ranks": measured, "predicted": plan.as_dict()}
         if options.lines:
-            print(plan.text())
+            for line in (*plan.stays, *plan.worst.lines):
+                print(f"  {line.num_bytes / MIB:10.2f}  {line.name}")
     print_table(
         f"Memory per rank, MiB, {options.device}",
         ["layout", "resident", "predicted", "peak", "predicted", "peak / predicted"],

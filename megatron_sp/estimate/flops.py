@@ -43,7 +43,7 @@ def describe_parameters(model: ModelConfig) -> str:
 
 
 def _count(model: ModelConfig, experts: int) -> int:
-    """Return the number of parameters with so many experts in each layer that has any."""
+    # with so many experts in each layer that has any
     assert model.num_layers and model.hidden_size and model.num_attention_heads and model.vocab_size
     h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
     norms = 2 if model.normalization == "LayerNorm" else 1
@@ -51,15 +51,18 @@ def _count(model: ModelConfig, experts: int) -> int:
     block = rows * h + h * n * d + 2 * norms * h + norms * sum(norm_widths(model))
     block += rows * model.qkv_bias + h * model.proj_bias
     has_table = model.position_embedding_type == "learned_absolute"
-    embedding = model.vocab_size * h + (model.max_positions * h if has_table else 0)
-    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
+    ends = model.vocab_size * h + (model.max_positions * h if has_table else 0)
+    ends += norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
+    if model.is_bert:  # token types, the LM head's dense layer, norm and bias, pooler and order head
+        ends += model.token_types * h + h * h + h + norms * h + model.vocab_size
+        ends += (h * h + h + 2 * h + 2) * model.has_order_head
     of_experts = len(model.expert_layers(model.num_layers))
     mlps = (model.num_layers - of_experts) * mlp_parameters(model, model.ffn_size)
     if of_experts:
         shared = mlp_parameters(model, model.shared_expert_size) if model.shared_expert_size else 0
         of_each = mlp_parameters(model, model.expert_ffn_size)
         mlps += of_experts * ((model.num_experts or 0) * h + experts * of_each + shared)
-    return model.num_layers * block + mlps + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)
+    return model.num_layers * block + mlps + ends
 
 
 def mlp_parameters(model: ModelConfig, width: int) -> int:
@@ -76,14 +79,6 @@ def norm_widths(model: ModelConfig) -> tuple[int, ...]:
     assert model.num_attention_heads
     queries, keys = (model.num_attention_heads, model.num_groups) if model.qk_layernorm_scope == "all" else (1, 1)
     return queries * model.head_dim, keys * model.head_dim
-
-
-def _of_bert(model: ModelConfig, norms: int) -> int:
-    """Return a BERT's own parameters: token types, the LM head's dense layer, norm and bias, pooler and order head."""
-    assert model.hidden_size and model.vocab_size
-    h = model.hidden_size
-    masked = h * h + h + norms * h + model.vocab_size
-    return model.token_types * h + masked + (h * h + h + 2 * h + 2) * model.has_order_head
 
 
 def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
@@ -161,33 +156,21 @@ def head_share(config: Config) -> float:
 
 
 def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak rate for MFU and its name.
+    """Return the peak rate of a device for MFU, in TFLOP/s, and its name; (0, "unknown") for a GPU without an entry.
 
-    Args:
-        choice: --peak-tflops: a number, a name in ``PEAK_TFLOPS``, or None for the device's own peak.
-    Returns:
-        (TFLOP/s per device, name); (0, "unknown") for a GPU without an entry. The peak of a CPU is measured with short
-        matrix products in ``dtype``, with the threads of this process.
+    ``choice`` is --peak-tflops: a number, a name in ``PEAK_TFLOPS``, or None for the device's own peak. That of a CPU is
+    measured with short matrix products in ``dtype``, with the threads of this process.
     """
     if choice is not None:
         return (PEAK_TFLOPS[choice], choice) if choice in PEAK_TFLOPS else (float(choice), f"{choice} TFLOP/s")
-    if device.type == "cuda":
-        import torch
-
-        name = torch.cuda.get_device_name(device)
-        for part, peak in _NAME_TO_PEAK:
-            if part in name:
-                return PEAK_TFLOPS[peak], peak
-        return 0.0, "unknown"
-    return _measured_matmul_tflops(dtype), "measured matmul"
-
-
-def _measured_matmul_tflops(dtype: torch.dtype) -> float:
-    """Measure products of increasing size, up to a small one where the CPU lacks instructions for ``dtype``."""
     import torch
 
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        entry = next((peak for part, peak in _NAME_TO_PEAK if part in name), None)
+        return (0.0, "unknown") if entry is None else (PEAK_TFLOPS[entry], entry)
     rate = 0.0
-    for size in (128, 256, 512, 1024):
+    for size in (128, 256, 512, 1024):  # up to a small one where the CPU lacks instructions for ``dtype``
         a = torch.ones(size, size, dtype=dtype)
         best = float("inf")
         for _ in range(4):
@@ -197,4 +180,4 @@ def _measured_matmul_tflops(dtype: torch.dtype) -> float:
         rate = max(rate, 2.0 * size**3 / best / 1e12)
         if best > 0.005:
             break
-    return rate
+    return rate, "measured matmul"

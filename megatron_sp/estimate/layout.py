@@ -78,7 +78,7 @@ def row_mask_of(model: ModelConfig) -> RowMask:
 
 
 def context_plan(model: ModelConfig, parallel: ParallelConfig) -> ContextPlan:
-    """Return who sends which rows to whom over the cp ranks of a configuration, by ``row_mask_of``."""
+    """Return who sends which rows to whom over the cp ranks of a configuration."""
     return _context_plan(row_mask_of(model), parallel.context_parallel_size, parallel.cp_chunks)
 
 

@@ -12,7 +12,7 @@ Phase = Literal["forward", "backward", "update"]
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = "workspaces of cuBLAS"
-_MIB, _KIB = 2**20, 1024
+_KIB = 1024
 _HANDLES = 2
 _HOPPER, _HOPPER_BYTES = (9, 0), 32 * _KIB**2
 _OTHER_BYTES = (2 * 4096 + 8 * 16) * _KIB  # ":4096:2:16:8"
@@ -73,18 +73,6 @@ class MemoryPlan:
         """Return the peak within a phase."""
         return self.resident + max(m.num_bytes for m in self.moments if m.phase == phase)
 
-    def text(self) -> str:
-        """Return a table in MiB, one line per kind of tensor: the resident memory and that of the peak."""
-        made = []
-        for title, lines in (
-            ("stays", self.stays), (f"at the peak: {self.worst.phase}, {self.worst.name}", self.worst.lines),
-        ):  # fmt: skip
-            made.append(f"{title}: {sum(line.num_bytes for line in lines) / _MIB:.2f} MiB")
-            made += [f"  {line.num_bytes / _MIB:10.2f}  {line.name}" for line in lines if line.num_bytes]
-        if self.graphs:
-            made.append(f"in the pool of captured steps, which nothing else uses: {self.graphs / _MIB:.2f} MiB of it")
-        return "\n".join([*made, f"peak: {self.peak / _MIB:.2f} MiB"])
-
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON."""
         worst = {"phase": self.worst.phase, "name": self.worst.name, **dict(self.worst.lines)}
@@ -98,14 +86,11 @@ class MemoryPlan:
 def cublas_workspaces(capability: tuple[int, int], setting: str = "") -> Line:
     """Return the bytes of a process's workspaces, which torch allocates beside all tensors, and which stay.
 
-    There is one for each handle and stream (PyTorch: aten/src/ATen/cuda/CublasHandlePool.cpp ::
-    parseChosenWorkspaceSize). A handle belongs to a thread: the program has one and so has autograd, which runs the
-    backward pass, and both launch products on the compute stream. cublasLt works in the same memory.
-
-    Args:
-        capability: compute capability of the GPU.
-        setting: CUBLAS_WORKSPACE_CONFIG, which --deterministic-mode sets: pairs of KiB and a number, ":4096:8".
+    ``setting`` is CUBLAS_WORKSPACE_CONFIG, which --deterministic-mode sets: pairs of KiB and a number, ":4096:8".
     """
+    # There is one for each handle and stream (PyTorch: aten/src/ATen/cuda/CublasHandlePool.cpp ::
+    # parseChosenWorkspaceSize). A handle belongs to a thread: the program has one and so has autograd, which runs the
+    # backward pass, and both launch products on the compute stream. cublasLt works in the same memory.
     pairs = re.findall(r":([0-9]+):([0-9]+)", setting)
     default = _HOPPER_BYTES if capability == _HOPPER else _OTHER_BYTES
     each = sum(int(size) * int(count) for size, count in pairs) * _KIB if pairs else default

@@ -18,28 +18,20 @@ from megatron_sp.estimate.flops import head_in_layers, layer_shares
 from megatron_sp.estimate.layout import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.memory_plan import Device
 from megatron_sp.estimate.rough import rough_memory
-from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind, replay
+from megatron_sp.parallel.pipeline_plan import Costs, PipelineKind, replay
 
 _MOST_MEMORY = 1.2  # of what the first schedule takes
 _WORTH = 0.99  # of the time of a simpler one
 _KINDS: tuple[PipelineKind, ...] = ("1f1b", "zb1p", "interleaved", "zbv", "slices")
 
 
-class Allowed(NamedTuple):
+class Tried(NamedTuple):
     """A schedule that the flags allow."""
 
     kind: PipelineKind
     time: float  # of a step, in the time of a layer's forward pass
     bubble: float  # share of it in which ranks wait
-
-
-class Tried(NamedTuple):
-    """A schedule that was looked at, with the bytes of the rank that holds most."""
-
-    kind: PipelineKind
-    time: float
-    bubble: float
-    peak: int
+    peak: int = 0  # bytes of the rank that holds most, by the rough form
 
 
 def costs_of_stages(
@@ -57,26 +49,33 @@ def costs_of_stages(
     return found
 
 
-def allowed_schedules(config: Config, num_micro_batches: int) -> list[Allowed]:
-    """Return the schedules that a configuration allows, the simplest first."""
-    found = []
+def allowed_schedules(config: Config, num_micro_batches: int) -> list[Tried]:
+    """Return the schedules that a configuration allows, the simplest first, without their memory."""
+    allowed = []
     for kind in _KINDS:
-        if kind == "slices" and config.parallel.pipeline_slices is None:
-            continue
         trial = _with_kind(config, kind)
-        if not any(pipeline_violations(trial)):
-            found.append(Allowed(kind, *_time_and_bubble(trial, num_micro_batches)))
-    return found
+        if (kind == "slices" and config.parallel.pipeline_slices is None) or any(pipeline_violations(trial)):
+            continue
+        # a step is seen by its first rounds; later ones are alike
+        first_ones = enough_micro_batches(trial.parallel, num_micro_batches)
+        plan = pipeline_plan(trial.model, trial.kernels, trial.parallel, first_ones)
+        layers = layers_of_stages(trial.model, trial.parallel)
+        costs = costs_of_stages(trial.model, trial.kernels, layers, plan.num_slices)
+        played = replay(plan, lambda action, costs=costs: costs[action.stage].of(action.kind))  # type: ignore[misc]
+        times = num_micro_batches / first_ones
+        time = played.time + (times - 1) * max(played.busy)
+        allowed.append(Tried(kind, time, 1 - times * sum(played.busy) / (time * plan.num_ranks)))
+    return allowed
 
 
 def try_schedules(config: Config, world_size: int) -> list[Tried]:
     """Return the schedules that a configuration allows, with their memory; the model's ``vocab_size`` must be set."""
-    found = []
-    each = config.batch.micro_batch_size * config.parallel.dp_size(world_size)
-    for allowed in allowed_schedules(config, (config.batch.global_batch_size or each) // each):
-        device: Device = "cpu" if config.kernels.device == "cpu" else "cuda"
-        found.append(Tried(*allowed, rough_memory(_with_kind(config, allowed.kind), world_size, device).peak))
-    return found
+    samples = config.batch.micro_batch_size * config.parallel.dp_size(world_size)
+    device: Device = "cpu" if config.kernels.device == "cpu" else "cuda"
+    return [
+        tried._replace(peak=rough_memory(_with_kind(config, tried.kind), world_size, device).peak)
+        for tried in allowed_schedules(config, (config.batch.global_batch_size or samples) // samples)
+    ]
 
 
 def _with_kind(config: Config, kind: PipelineKind) -> Config:
@@ -86,21 +85,6 @@ def _with_kind(config: Config, kind: PipelineKind) -> Config:
     if kind != "slices":
         trial.parallel.pipeline_slices = None
     return trial
-
-
-def _time_and_bubble(config: Config, num_micro_batches: int) -> tuple[float, float]:
-    """Return the time of a step and the share of it in which ranks wait, by its first rounds; later ones are alike."""
-    first_ones = enough_micro_batches(config.parallel, num_micro_batches)
-    plan = pipeline_plan(config.model, config.kernels, config.parallel, first_ones)
-    layers = layers_of_stages(config.model, config.parallel)
-    costs = costs_of_stages(config.model, config.kernels, layers, plan.num_slices)
-
-    def seconds(action: Action) -> float:
-        return costs[action.stage].of(action.kind)
-
-    played, times = replay(plan, seconds), num_micro_batches / first_ones
-    time = played.time + (times - 1) * max(played.busy)
-    return time, 1 - times * sum(played.busy) / (time * plan.num_ranks)
 
 
 def choose(tried: list[Tried]) -> Tried:
@@ -113,11 +97,7 @@ def choose(tried: list[Tried]) -> Tried:
 
 
 def settle_schedule(config: Config, world_size: int) -> str:
-    """Replace --pipeline-schedule auto by the schedule to take; the model's ``vocab_size`` must be set.
-
-    Returns:
-        A line about the choice; else an empty string.
-    """
+    """Replace --pipeline-schedule auto, of a model whose ``vocab_size`` is set; return a line about the choice, or ""."""
     if config.parallel.pipeline_schedule != "auto":
         return ""
     if config.parallel.pipeline_model_parallel_size == 1:

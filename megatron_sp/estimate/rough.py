@@ -25,13 +25,9 @@ _CHUNK = {"cpu": (52 * 2**20, 512), "cuda": (512 * 2**20, 2**20)}
 
 
 class RoughRank:
-    """Sizes of one pipeline rank; of those that share its layers that with most heads, and with even loads of experts.
+    """Sizes of one rank of a pipeline, of a validated configuration with the vocabulary size.
 
-    Args:
-        config: validated, with the vocabulary size.
-        world_size: processes of the job.
-        device: of each.
-        rank: of the pipeline.
+    Of the ranks that share its layers it is that with most heads, and with even loads of experts.
     """
 
     def __init__(self, config: Config, world_size: int, device: Device, rank: int = 0) -> None:
@@ -66,7 +62,7 @@ class RoughRank:
         self.with_experts = sum(layer in which for layer in self.layers)
 
     def _deal(self) -> None:
-        """Set the layers of this rank, and its states: (layers between F and B, between B and W, has gradients)."""
+        # sets the layers of this rank, and its states: (layers between F and B, between B and W, has gradients)
         from megatron_sp.estimate.layout import enough_micro_batches, layers_of_stages, pipeline_plan
 
         model, parallel = self.config.model, self.config.parallel
@@ -123,16 +119,12 @@ class RoughRank:
         """Parameters that this rank works with."""
         return sum(self.layer) * len(self.layers) + sum(self.ends)
 
-    def sharded(self, dense: float, experts: float) -> float:
-        """Return the elements of this rank's shards."""
-        ep = self.config.parallel.expert_model_parallel_size
-        return dense / self.replicas + experts / max(1.0, self.replicas * self.parts / ep)
-
     @cached_property
     def shard(self) -> float:
         """Elements of this rank's shards of all parameters."""
-        dense, experts = self.layer
-        return self.sharded(dense * len(self.layers) + sum(self.ends), experts * len(self.layers))
+        (dense, experts), ep = self.layer, self.config.parallel.expert_model_parallel_size
+        of_replicas = (dense * len(self.layers) + sum(self.ends)) / self.replicas
+        return of_replicas + experts * len(self.layers) / max(1.0, self.replicas * self.parts / ep)
 
     # activations
 
@@ -261,12 +253,17 @@ class RoughRank:
         master = updated * wide if e == 2 else 0.0
         rows, length = self.count * config.batch.micro_batch_size, config.model.seq_length or 0
         data = rows * length * (20 + 8 * config.model.is_bert)
+        places, is_rotary = (
+            self.all_tokens // config.batch.micro_batch_size,
+            config.model.position_embedding_type == "rope",
+        )
+        tables = 8 * places + (places * config.model.rotary_dim * max(4, wide) if is_rotary else 0)
         stays = [
             Line("parameters", round((shard if stage == 3 else total) * e)),
             Line("buffers for whole parameters", round(buffers * e)),
             Line("master weights", round(master * on_device)),
             Line("optimizer state", round(states * updated * wide * on_device)),
-            Line("micro-batches", data), Line("tables of the forward pass", self._tables()),
+            Line("micro-batches", data), Line("tables of the forward pass", tables),
         ]  # fmt: skip
         one = largest if self.replicas > 1 else 0.0
         under_way = one * wide * (0.0 if self.cuda else 1.0) * sharded
@@ -274,6 +271,14 @@ class RoughRank:
         first = embedding if not config.model.untie_embeddings_and_output_weights else head
         forward, backward, remade = self.inside
         moments, host = list[Moment](), 0.0
+
+        def add(phase: Any, name: str, gradients: float, kept: float, inside: float, reduced: float = 0.0) -> None:
+            moments.append(Moment(phase, name, (
+                Line("gradients, whole", round(gradients * wide)),
+                Line("gradients, beside them in reductions", round(reduced)),
+                Line("activations that layers save", round(kept)), Line("activations inside a layer", round(inside)),
+            )))  # fmt: skip
+
         for alive, waiting, accumulated in self.states:
             kept = alive * self.each
             if config.kernels.offload_activations:
@@ -284,39 +289,18 @@ class RoughRank:
             # gradients of earlier micro-batches
             before = 0.0 if not accumulated else total if stage < 2 else shard + 2 * one
             last = max(before, first + of_layer if stage < 2 or self.replicas == 1 else 2 * one)
-            moments += [
-                self._moment("forward", "layer", before, kept, forward),
-                self._moment("forward", "head", max(before, first), kept, self.head),
-                self._moment(
-                    "backward", "last layer", last, kept + self.stream * self.has_head, backward + remade, under_way
-                ),
-            ]  # fmt: skip
+            add("forward", "layer", before, kept, forward)
+            add("forward", "head", max(before, first), kept, self.head)
+            at_head = self.stream * self.has_head
+            add("backward", "last layer", last, kept + at_head, backward + remade, under_way)
         end = total if stage == 0 or self.replicas == 1 else shard + 2 * one
         others = max(alive for alive, _, _ in self.states) - len(self.layers) if self.pp > 1 else 0.0
-        moments += [
-            self._moment(
-                "backward", "first layer", end, self.each * (1 + max(0.0, others)), backward + remade, under_way
-            ),
-            self._moment("update", "optimizer", after, 0.0, 0.0),
-        ]  # fmt: skip
+        add("backward", "first layer", end, self.each * (1 + max(0.0, others)), backward + remade, under_way)
+        add("update", "optimizer", after, 0.0, 0.0)
         moved = (updated * (wide * (2 + states) + (e if e == 2 else 0))) if not on_device else 0.0
         if not self.cuda and host:
             stays.append(Line("activations' copies in host memory", round(host)))
         return MemoryPlan(tuple(stays), tuple(moments), round(host), round(moved))
-
-    def _moment(
-        self, phase: Any, name: str, gradients: float, kept: float, inside: float, under_way: float = 0.0
-    ) -> Moment:
-        return Moment(phase, name, (
-            Line("gradients, whole", round(gradients * self.wide)),
-            Line("gradients, beside them in reductions", round(under_way)),
-            Line("activations that layers save", round(kept)), Line("activations inside a layer", round(inside)),
-        ))  # fmt: skip
-
-    def _tables(self) -> int:
-        model, length = self.config.model, self.all_tokens // self.config.batch.micro_batch_size
-        rotary = length * model.rotary_dim * max(4, self.wide) if model.position_embedding_type == "rope" else 0
-        return 8 * length + rotary
 
 
 def rough_ranks(config: Config, world_size: int, device: Device) -> list[RoughRank]:

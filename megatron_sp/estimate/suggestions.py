@@ -80,54 +80,39 @@ Change = tuple[str, Callable[[Config], None]]
 
 
 def _kinds(config: Config) -> Iterator[list[Change]]:
-    """Yield the changes of each kind, cheapest kind first; within a kind the smallest change is first."""
+    # the changes of each kind, cheapest kind first; within a kind the smallest change is first
 
-    def setting(group: str, name: str, value: object) -> Callable[[Config], None]:
-        return lambda c: setattr(getattr(c, group), name, value)
+    def setting(section: str, **values: object) -> Callable[[Config], None]:
+        def change(changed: Config) -> None:
+            for name, value in values.items():
+                setattr(getattr(changed, section), name, value)
 
-    parallel, model, batch = config.parallel, config.model, config.batch
-    stages = range(parallel.zero_stage + 1, 4)
-    yield [(f"--zero-stage {stage}", setting("parallel", "zero_stage", stage)) for stage in stages]
-    size = batch.micro_batch_size
+        return change
+
+    parallel, kernels, size = config.parallel, config.kernels, config.batch.micro_batch_size
+    yield [(f"--zero-stage {n}", setting("parallel", zero_stage=n)) for n in range(parallel.zero_stage + 1, 4)]
     smaller = [size // by for by in range(2, min(size, _MOST_TRIED) + 1) if size % by == 0]
     smaller += [1] if size > _MOST_TRIED else []
-    yield [(f"--micro-batch-size {to}", setting("batch", "micro_batch_size", to)) for to in smaller]
-    if config.kernels.recompute_granularity != "full":
-        yield [("--recompute-granularity full", _recompute_all)]
-    more = [pieces for pieces in (4, 16) if pieces > config.kernels.mlp_chunks]
-    yield [(f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces)) for pieces in more]
-    if not config.kernels.offload_activations:
-        yield [("--offload-activations", setting("kernels", "offload_activations", True))]
-    yield [("--no-async-save", setting("checkpoint", "async_save", False))]
+    yield [(f"--micro-batch-size {n}", setting("batch", micro_batch_size=n)) for n in smaller]
+    if kernels.recompute_granularity != "full":
+        full = {"recompute_granularity": "full", "recompute_method": None, "recompute_num_layers": None}
+        yield [("--recompute-granularity full", setting("kernels", recompute_activations=False, **full))]
+    yield [(f"--mlp-chunks {n}", setting("kernels", mlp_chunks=n)) for n in (4, 16) if n > kernels.mlp_chunks]
+    if not kernels.offload_activations:
+        yield [("--offload-activations", setting("kernels", offload_activations=True))]
+    yield [("--no-async-save", setting("checkpoint", async_save=False))]
     sizes = [parallel.sequence_parallel_size * 2**i for i in range(1, 11)]
-    sizes = [size for size in sizes if size <= (model.num_attention_heads or 0)]
-    yield [(f"--sequence-parallel-size {n}", setting("parallel", "sequence_parallel_size", n)) for n in sizes]
+    sizes = [size for size in sizes if size <= (config.model.num_attention_heads or 0)]
+    yield [(f"--sequence-parallel-size {n}", setting("parallel", sequence_parallel_size=n)) for n in sizes]
     sizes = [parallel.tensor_model_parallel_size * 2**i for i in range(1, 4)]
-    yield [(f"--tensor-model-parallel-size {size} --sequence-parallel", _split(size)) for size in sizes]
+    split = {n: setting("parallel", tensor_model_parallel_size=n, sequence_parallel=True) for n in sizes}
+    yield [(f"--tensor-model-parallel-size {n} --sequence-parallel", change) for n, change in split.items()]
     if config.precision.params_dtype == "float32":
-        yield [("--bf16", setting("precision", "bf16", True))]
-
-
-def _recompute_all(config: Config) -> None:
-    kernels = config.kernels
-    kernels.recompute_activations, kernels.recompute_granularity = False, "full"
-    kernels.recompute_method = kernels.recompute_num_layers = None
-
-
-def _split(size: int) -> Callable[[Config], None]:
-    def change(config: Config) -> None:
-        config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel = size, True
-
-    return change
+        yield [("--bf16", setting("precision", bf16=True))]
 
 
 def shortage(config: Config, world_size: int, device: Device, available: int, whose: str) -> list[str]:
-    """Return the lines of a warning if a rank's predicted peak exceeds the available memory; else none.
-
-    Args:
-        available: bytes available to this rank.
-        whose: phrase that describes them.
-    """
+    """Return the lines of a warning if a rank's predicted peak exceeds the bytes available, with words on whose; else none."""
     plan = plan_of(config, world_size, device)
     if plan.peak <= available:
         return []
@@ -140,11 +125,8 @@ def breakdown(plan: MemoryPlan) -> str:
     """Return a breakdown of the memory in one line."""
     worst = sorted((*plan.stays, *plan.worst.lines), key=lambda line: -line.num_bytes)[:4]
     parts = ", ".join(f"{line.name} {format_bytes(line.num_bytes)}" for line in worst)
-    return (
-        f"{format_bytes(plan.resident)} that stay + {format_bytes(plan.worst.num_bytes)} in {plan.worst.phase},"
-        f" {plan.worst.name}"
-        f" (the largest: {parts})"
-    )
+    stays, more = format_bytes(plan.resident), format_bytes(plan.worst.num_bytes)
+    return f"{stays} that stay + {more} in {plan.worst.phase}, {plan.worst.name} (the largest: {parts})"
 
 
 def advice(config: Config, world_size: int, device: Device, available: int) -> list[str]:
