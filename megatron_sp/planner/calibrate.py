@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_sp.comm.collectives import all_reduce, all_to_all_async, barrier
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
@@ -52,7 +53,14 @@ def measure_machine(processes: int, base: Config, reserve_gib: float | None = No
     if processes > 4 * cores:
         rule = f"must be at most four times the cores of this machine ({cores}) with --gpu {CPU}"
         raise ConfigError(f"--gpus ({processes}) {rule}")
-    times = _measure(processes, max(1, cores // processes), base, rounds)
+    import torch.multiprocessing as mp
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (processes, max(1, cores // processes), base, rounds, port, folder)
+        mp.start_processes(_worker, arguments, nprocs=processes, start_method="fork")  # type: ignore[no-untyped-call]
+        times = dict(json.loads((Path(folder) / "times.json").read_text()))
     memory = (host_memory_bytes() or _UNKNOWN_MEMORY) // processes
     gpu, link = rates(times, base, memory, processes)
     return Machine(gpu, processes, 1, link, None, 1, memory, reserve_gib)
@@ -78,7 +86,7 @@ def rates(times: Times, base: Config, memory: int, processes: int) -> tuple[Gpu,
 
 
 class _Shape:
-    """Shapes of the measured operations."""
+    # shapes of the measured operations
 
     def __init__(self, base: Config) -> None:
         model = base.model
@@ -93,109 +101,72 @@ class _Shape:
         self.activation_bytes = 8.0 * self.tokens * self.f * 4  # two forward passes, and backward
 
 
-def _measure(processes: int, threads: int, base: Config, rounds: int) -> Times:
-    import torch.multiprocessing as mp
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(server.getsockname()[1])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (processes, threads, base, rounds, port, folder)
-        mp.start_processes(_worker, arguments, nprocs=processes, start_method="fork")  # type: ignore[no-untyped-call]
-        return dict(json.loads((Path(folder) / "times.json").read_text()))
-
-
 def _worker(rank: int, processes: int, threads: int, base: Config, rounds: int, port: int, folder: str) -> None:
     torch.set_num_threads(threads)  # first: after a fork
-    launch = Launch(rank, rank, processes, processes, 0, ("127.0.0.1", port))
-    device = torch.device("cpu")
+    launch, device = Launch(rank, rank, processes, processes, 0, ("127.0.0.1", port)), torch.device("cpu")
     init_process_group(launch, device, "gloo", timedelta(minutes=5))
     try:
         groups = ParallelGroups.create(device)
-        times = _rounds(_things(_Shape(base), groups), groups, rounds)
+        operations = _operations(_Shape(base), groups.world)
+        seconds: dict[str, list[float]] = {name: [] for name in operations}
+        for index in range(rounds + 1):
+            for name, operation in operations.items():
+                barrier(groups.control)
+                began = time.perf_counter()
+                operation()
+                spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+                if index > 0:  # the first is for warming up
+                    seconds[name].append(float(all_reduce(spent, groups.control)) / processes)
         if rank == 0:
-            (Path(folder) / "times.json").write_text(json.dumps(times))
+            medians = {name: statistics.median(times) for name, times in seconds.items()}
+            (Path(folder) / "times.json").write_text(json.dumps(medians))
     finally:
         destroy_process_group()
 
 
-def _rounds(things: dict[str, Callable[[], object]], groups: ParallelGroups, rounds: int) -> Times:
-    """Run all operations; return for each the median over rounds of the mean time over ranks."""
-    found: dict[str, list[float]] = {name: [] for name in things}
-    for index in range(rounds + 1):
-        for name, thing in things.items():
-            barrier(groups.control)
-            began = time.perf_counter()
-            thing()
-            spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-            if index > 0:  # the first is for warming up
-                found[name].append(float(all_reduce(spent, groups.control)) / groups.world.size())
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-def _things(shape: _Shape, groups: ParallelGroups) -> dict[str, Callable[[], object]]:
-    """Return the operations to measure, by name."""
+def _operations(shape: _Shape, world: ProcessGroup) -> dict[str, Callable[[], object]]:
     x, w = torch.randn(shape.tokens, shape.h), torch.randn(shape.f, shape.h)
     y = torch.randn(shape.tokens, shape.f)
+    qkv = torch.randn(shape.s, shape.heads, 3, shape.d, requires_grad=True)
+    out: list[Tensor] = []
+    weight, bias = torch.ones(shape.h, requires_grad=True), torch.zeros(shape.h, requires_grad=True)
+    spec, source = NormSpec("LayerNorm", 1e-5), x.clone().requires_grad_()
+    activation = Activation(shape.model.activation)
+    u, grad = torch.randn(shape.tokens, shape.f * activation.width_factor), torch.randn(shape.tokens, shape.f)
+    parameter = torch.nn.Parameter(torch.randn(_ELEMENTS))
+    parameter.grad = torch.randn(_ELEMENTS)
 
     def products() -> None:
         torch.mm(x, w.t())
         torch.mm(y, w)
         torch.mm(y.t(), x)
 
-    things = {"products": products, **_attention(shape), **_elementwise(shape, x), "update": _update()}
-    if groups.world.size() > 1:
-        things |= _collectives(groups)
-    return things
-
-
-def _attention(shape: _Shape) -> dict[str, Callable[[], object]]:
-    made = torch.randn(shape.s, shape.heads, 3, shape.d, requires_grad=True)
-    out: list[Tensor] = []
-
-    def forward() -> None:
-        q, k, v = (made[:, :, i : i + 1] for i in range(3))
+    def attention() -> None:
+        q, k, v = (qkv[:, :, i : i + 1] for i in range(3))
         out[:] = [core_attention(q, k, v, AttentionMask(), kernel="sdpa")]
 
-    def backward() -> None:
-        torch.autograd.grad(out[0], made, torch.ones_like(out[0]))
-
-    return {"attention forward": forward, "attention backward": backward}
-
-
-def _elementwise(shape: _Shape, x: Tensor) -> dict[str, Callable[[], object]]:
-    weight, bias = torch.ones(shape.h, requires_grad=True), torch.zeros(shape.h, requires_grad=True)
-    spec, source = NormSpec("LayerNorm", 1e-5), x.clone().requires_grad_()
-    activation = Activation(shape.model.activation)
-    u, grad = torch.randn(shape.tokens, shape.f * activation.width_factor), torch.randn(shape.tokens, shape.f)
-
     def normed() -> None:
-        y = norm(source, weight, bias, spec)
-        torch.autograd.grad(y, (source, weight, bias), x)
+        torch.autograd.grad(norm(source, weight, bias, spec), (source, weight, bias), x)
 
     def activated() -> None:
         activation.forward(u)
         activation.forward(u)
         activation.backward_(grad.clone(), u)
 
-    return {"norm": normed, "activation": activated}
+    operations: dict[str, Callable[[], object]] = {
+        "products": products, "attention forward": attention,
+        "attention backward": lambda: torch.autograd.grad(out[0], qkv, torch.ones_like(out[0])),
+        "norm": normed, "activation": activated, "update": torch.optim.AdamW([parameter], fused=True).step,
+    }  # fmt: skip
+    if world.size() > 1:
+        exchange, small, whole = _exchange(world, _LARGE), _exchange(world, _SMALL), torch.zeros(_LARGE // 4)
+        operations["collective"] = lambda: (exchange(), all_reduce(whole, world))
+        operations["small collective"] = small
+    return operations
 
 
-def _update() -> Callable[[], object]:
-    parameter = torch.nn.Parameter(torch.randn(_ELEMENTS))
-    parameter.grad = torch.randn(_ELEMENTS)
-    return torch.optim.AdamW([parameter], fused=True).step
-
-
-def _collectives(groups: ParallelGroups) -> dict[str, Callable[[], object]]:
-    size, group = groups.world.size(), groups.world
-
-    def exchange(num_bytes: int) -> Callable[[], object]:
-        count = max(1, num_bytes // 4 // size)
-        send, receive = torch.zeros(count * size), torch.zeros(count * size)
-        return lambda: all_to_all_async(send, [count] * size, receive, [count] * size, group).wait()
-
-    def both(num_bytes: int) -> Callable[[], object]:
-        one, whole = exchange(num_bytes), torch.zeros(max(size, num_bytes // 4))
-        return lambda: (one(), all_reduce(whole, group))
-
-    return {"collective": both(_LARGE), "small collective": exchange(_SMALL)}
+def _exchange(group: ProcessGroup, num_bytes: int) -> Callable[[], object]:
+    size = group.size()
+    count = max(1, num_bytes // 4 // size)
+    send, receive = torch.zeros(count * size), torch.zeros(count * size)
+    return lambda: all_to_all_async(send, [count] * size, receive, [count] * size, group).wait()

@@ -34,7 +34,15 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
     Raises:
         ConfigError: a flag is wrong, or no layout fits.
     """
-    _check(args)
+    problems = [
+        f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1"
+        for name in ("gpus", "nodes", "cards", "top") if getattr(args, name) is not None and getattr(args, name) < 1
+    ]  # fmt: skip
+    if args.gpus > MOST_GPUS:
+        problems.append(f"--gpus ({args.gpus}) must be at most {MOST_GPUS}")
+    if args.reserve_gib is not None and not 0 <= args.reserve_gib < math.inf:
+        problems.append(f"--reserve-gib ({args.reserve_gib:g}) must be at least 0")
+    raise_all(problems)
     base, given, extra = read_model(words, args.gpus, args.gpu == CPU)
     mask = mask_of_row(base, args.documents)
     if args.picture is not None:
@@ -65,18 +73,6 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
         below = context_svg(rows.plan) if rows and is_svg(args.picture) else ""
         draw(best, args.picture, f"{machine.gpus} x {machine.gpu.name}: predicted memory and speed", below)
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    problems = [
-        f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1"
-        for name in ("gpus", "nodes", "cards", "top") if getattr(args, name) is not None and getattr(args, name) < 1
-    ]  # fmt: skip
-    if args.gpus > MOST_GPUS:
-        problems.append(f"--gpus ({args.gpus}) must be at most {MOST_GPUS}")
-    if args.reserve_gib is not None and not 0 <= args.reserve_gib < math.inf:
-        problems.append(f"--reserve-gib ({args.reserve_gib:g}) must be at least 0")
-    raise_all(problems)
 
 
 def read_machine(args: argparse.Namespace, base: Config) -> Machine:
@@ -120,7 +116,13 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     Raises:
         ConfigError: a flag is wrong.
     """
-    config, given = draft_config(_checked(words))
+    names = ("gpus", "gpu", "nodes", "link", "inside-link", "cards", "reserve-gib", "top", "picture", "documents")
+    for word in words:  # a mistyped flag of the planner, before the model's flags are parsed
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, [f"--{flag}" for flag in names], n=1, cutoff=0.85)
+        if near and word.startswith("--"):
+            raise ConfigError(f"{name} is unknown: did you mean {near[0]}?")
+    config, given = draft_config(words)
     extra = []
     if config.parallel.offload_optimizer:
         raise ConfigError(
@@ -131,7 +133,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
         config.precision.bf16 = True
         extra.append("--bf16")
     config.kernels.device = "cpu" if cpu else config.kernels.device
-    _fill(config)
+    _fill_in(config)
     tp_seq, chunks = config.parallel.sequence_parallel, config.parallel.moe_chunks
     normalize(config)  # this drops them while tp and ep are 1, which the search chooses later
     if ("parallel", "tensor_model_parallel_size") not in given:
@@ -154,7 +156,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
 
 
 def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
-    """Return a copy of the configuration without settings that depend on sizes that the planner has yet to choose."""
+    # a copy without settings that depend on sizes that the planner has yet to choose
     config = copy.deepcopy(config)
     parallel = config.parallel
     if config.model.has_experts and parallel.expert_model_parallel_size > 0:
@@ -175,22 +177,12 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
     return config
 
 
-def _checked(words: list[str]) -> list[str]:
-    """Return the words; raises ConfigError for a mistyped flag of the planner, before the model's flags are parsed."""
-    names = ("gpus", "gpu", "nodes", "link", "inside-link", "cards", "reserve-gib", "top", "picture", "documents")
-    for word in words:
-        near = difflib.get_close_matches(word.partition("=")[0], [f"--{name}" for name in names], n=1, cutoff=0.85)
-        if near and word.startswith("--"):
-            raise ConfigError(f"{word.partition('=')[0]} is unknown: did you mean {near[0]}?")
-    return words
-
-
-def _fill(config: Config) -> None:
-    """Fill in the settings that a run requires but a plan does not."""
-    config.optimizer.lr = config.optimizer.lr if config.optimizer.lr is not None else max(1e-4, config.optimizer.min_lr)
-    if config.batch.train_iters is None and config.batch.train_samples is None:
-        config.batch.train_iters = 10**6
-    data = config.data
+def _fill_in(config: Config) -> None:
+    # settings that a run requires but a plan does not
+    optimizer, batch, data = config.optimizer, config.batch, config.data
+    optimizer.lr = optimizer.lr if optimizer.lr is not None else max(1e-4, optimizer.min_lr)
+    if batch.train_iters is None and batch.train_samples is None:
+        batch.train_iters = 10**6
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     splits = (data.train_weighted_split_paths, data.valid_weighted_split_paths, data.test_weighted_split_paths)
     if not any((*paths, *splits)):

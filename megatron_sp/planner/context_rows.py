@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.layout import row_mask_of
 from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
 from megatron_sp.parallel.heads import OverlapMode, Sections, plan_heads
 from megatron_sp.parallel.row_mask import RowMask, Runs
@@ -25,20 +26,17 @@ from megatron_sp.utils.markup import svg
 
 
 def mask_of_row(config: Config, documents: Sequence[int] | None) -> RowMask:
-    """Return the mask of the rows of a run.
+    """Return the mask of the rows of a run, with ``documents`` of these lengths (BERT: one, the real tokens of a row).
 
-    Args:
-        documents: lengths of the documents of a packed row; for BERT one, the real tokens of the row. None: a row of
-            one document without padding.
     Raises:
         ConfigError: the documents are not those of a row of this length.
     """
-    model = config.model
-    s, bert = model.seq_length, model.is_bert
+    s, bert = config.model.seq_length, config.model.is_bert
     assert s is not None
     if documents is None:
-        return RowMask(s, not bert, model.window_size)
-    given, total = f"--documents {_few(documents)}", sum(documents)
+        return row_mask_of(config.model)
+    few = documents if len(documents) <= 6 else [*documents[:3], "...", documents[-1]]
+    given, total = f"--documents {','.join(map(str, few))}", sum(documents)
     if bert:
         if len(documents) > 1 or total > s:
             raise ConfigError(
@@ -50,11 +48,7 @@ def mask_of_row(config: Config, documents: Sequence[int] | None) -> RowMask:
         change = f"add one of {s - total}" if total < s else f"leave {total - s} tokens out"
         of_row = f"a row has seq_length ({s}): {change}, or give --seq-length {total}"
         raise ConfigError(f"{given} add up to {total} tokens, and {of_row}")
-    return RowMask(s, True, model.window_size, documents=(tuple(accumulate(documents)),))
-
-
-def _few(documents: Sequence[int]) -> str:
-    return ",".join(map(str, documents if len(documents) <= 6 else [*documents[:3], "...", documents[-1]]))
+    return RowMask(s, True, config.model.window_size, documents=(tuple(accumulate(documents)),))
 
 
 @dataclass(frozen=True)
@@ -84,15 +78,17 @@ class ContextRows:
 
     def text(self) -> str:
         """Return the table of rows, bytes of a layer, the share of a ring and the balance."""
-        forward, backward = self.received(), self._round_trip()
+        forward, backward = (
+            f"{format_bytes(round(sum(sizes) / len(sizes)))} ({format_bytes(max(sizes))})"
+            for sizes in (self.received(), self._round_trip())
+        )
         what = "gradients of its own" if self.keep_kv else "keys and values again, and gradients of its own"
-        lines = [
-            f"context parallelism of layout 1, {context_matrix(self.plan, self.batch).rstrip()}",
-            f"bytes a layer that a GPU receives, mean (most): forward {_mean_and_most(forward)},"
-            f" {self.plan.ring_share:.1%} of what a ring that brings every row to every rank sends",
-            f"  backward {_mean_and_most(backward)}: {what}",
-        ]
-        return "\n".join(lines)
+        return (
+            f"context parallelism of layout 1, {context_matrix(self.plan, self.batch).rstrip()}\n"
+            f"bytes a layer that a GPU receives, mean (most): forward {forward},"
+            f" {self.plan.ring_share:.1%} of what a ring that brings every row to every rank sends\n"
+            f"  backward {backward}: {what}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same for JSON."""
@@ -106,7 +102,7 @@ class ContextRows:
 
 
 def _row_bytes(config: Config) -> int:
-    """Return the bytes of a position's keys and values on sp rank 0, which has most heads; each chunk sends its own."""
+    # of a position's keys and values on sp rank 0, which has most heads; each chunk sends its own
     model, parallel, precision = config.model, config.parallel, config.precision
     assert model.num_attention_heads
     n, g, tp = model.num_attention_heads, model.num_groups, parallel.tensor_model_parallel_size
@@ -118,10 +114,6 @@ def _row_bytes(config: Config) -> int:
     chunks = plan_heads(sections, sp, mode, of_chunks, pairs=True)
     element = 2 if precision.bf16 or precision.fp16 else 8 if precision.fp64 else 4
     return sum(len(chunk.shares[0].uses) for chunk in chunks) * 2 * model.head_dim * element
-
-
-def _mean_and_most(sizes: Sequence[int]) -> str:
-    return f"{format_bytes(round(sum(sizes) / len(sizes)))} ({format_bytes(max(sizes))})"
 
 
 def below(upper: str, lower: str) -> str:
@@ -178,55 +170,47 @@ def context_matrix(plan: ContextPlan, batch: int) -> str:
 def context_svg(plan: ContextPlan, sequence: int = 0) -> str:
     """Return the picture of one sequence of the micro-batch as an SVG document.
 
-    Args:
-        sequence: which one, if they differ.
     Raises:
         ValueError: there is no such sequence.
     """
-    if not 0 <= sequence < plan.mask.sequences:
-        raise ValueError(f"the mask describes {plan.mask.sequences} sequences: there is no sequence {sequence}")
-    c, s = plan.cp_size, plan.mask.length
-    width, height = _LEFT + _WIDTH + _RIGHT, _TOP + c * _LANE + 20
-    title = f"{s:,} positions on {c} {'rank' if c == 1 else 'ranks'}: {_mask_in_words(plan, sequence)}"
-    key = "wide: positions of the rank; narrow: keys and values that it receives, in the colour of their owner"
-    parts = _ends_of_documents(plan, sequence)
-    mean = sum(plan.area(i) for i in range(c)) / c
-    for i in range(c):
-        top = _TOP + i * _LANE
-        parts.append(f'<text class="text" x="16" y="{top + 17}">rank {i}</text>')
-        parts.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="26"/>')
-        for j in range(c):
-            of_others = j != i
-            runs = plan.rows(i, j)[sequence] if of_others else plan.runs[i]
-            parts += _bars(runs, s, top + 8, 10, j) if of_others else _bars(runs, s, top, 26, i)
-        received = sum(b - a for j in range(c) if j != i for a, b in plan.rows(i, j)[sequence])
-        share = f"{plan.area(i) / mean:.2f} of the mean's pairs" if mean else "no pairs"
-        place = f'x="{_LEFT + _WIDTH + 10}" y="{top + 17}"'
-        parts.append(f'<text class="text" {place}>receives {received:,} rows; {share}</text>')
-    return svg(width, height, title, key, parts)
-
-
-def _mask_in_words(plan: ContextPlan, sequence: int) -> str:
-    mask = plan.mask
+    mask, c, s = plan.mask, plan.cp_size, plan.mask.length
+    if not 0 <= sequence < mask.sequences:
+        raise ValueError(f"the mask describes {mask.sequences} sequences: there is no sequence {sequence}")
     words = ["causal" if mask.causal else "bidirectional"]
+    ends: tuple[int, ...] = ()
     if mask.window is not None:
         words.append(f"window {mask.window:,}")
+    if mask.lengths is not None:
+        ends = (mask.lengths[sequence],)
     if mask.documents is not None:
-        words.append(f"{len(mask.documents[sequence]):,} documents")
+        ends = mask.documents[sequence]
+        words.append(f"{len(ends):,} documents")
     if mask.lengths is not None:
         words.append(f"{mask.lengths[sequence]:,} real keys")
     if not plan.alike:
         words.append(f"sequence {sequence} of {mask.sequences}")
-    return ", ".join(words)
-
-
-def _ends_of_documents(plan: ContextPlan, sequence: int) -> list[str]:
-    """Draw a tick above the lanes at each end of a document, and of the real keys."""
-    mask = plan.mask
-    ends: tuple[int, ...] = () if mask.lengths is None else (mask.lengths[sequence],)
-    ends = ends if mask.documents is None else mask.documents[sequence]
-    places = sorted({round(_LEFT + _WIDTH * end / mask.length, 1) for end in ends})
-    return [f'<path class="tick" d="{" ".join(f"M{x:g} {_TOP - 16}v10" for x in places)}"/>'] if places else []
+    title = f"{s:,} positions on {c} {'rank' if c == 1 else 'ranks'}: {', '.join(words)}"
+    key = "wide: positions of the rank; narrow: keys and values that it receives, in the colour of their owner"
+    # a tick above the lanes at each end of a document, and of the real keys
+    places = sorted({round(_LEFT + _WIDTH * end / s, 1) for end in ends})
+    ticks = " ".join(f"M{x:g} {_TOP - 16}v10" for x in places)
+    parts = [f'<path class="tick" d="{ticks}"/>'] if places else []
+    mean = sum(map(plan.area, range(c))) / c
+    for i in range(c):
+        top, received = _TOP + i * _LANE, 0
+        parts.append(f'<text class="text" x="16" y="{top + 17}">rank {i}</text>')
+        parts.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="26"/>')
+        for j in range(c):
+            if j == i:
+                parts += _bars(plan.runs[i], s, top, 26, i)
+                continue
+            runs = plan.rows(i, j)[sequence]
+            received += sum(stop - start for start, stop in runs)
+            parts += _bars(runs, s, top + 8, 10, j)
+        share = f"{plan.area(i) / mean:.2f} of the mean's pairs" if mean else "no pairs"
+        place = f'x="{_LEFT + _WIDTH + 10}" y="{top + 17}"'
+        parts.append(f'<text class="text" {place}>receives {received:,} rows; {share}</text>')
+    return svg(_LEFT + _WIDTH + _RIGHT, _TOP + c * _LANE + 20, title, key, parts)
 
 
 def _bars(runs: Runs, length: int, top: int, height: int, owner: int) -> list[str]:

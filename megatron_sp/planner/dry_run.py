@@ -12,19 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate import rough
 from megatron_sp.estimate.flops import count_active_parameters, count_parameters
 from megatron_sp.estimate.layout import layers_of_stages
 from megatron_sp.estimate.memory_plan import Device, Line, MemoryPlan
 from megatron_sp.estimate.pipeline_choice import settle_schedule
-from megatron_sp.estimate.rough import (
-    HOW_TO_START,
-    RoughRank,
-    copy_bytes,
-    host_need,
-    num_samples_of,
-    order_bytes,
-    rough_ranks,
-)
+from megatron_sp.estimate.rough import RoughRank
 from megatron_sp.estimate.suggestions import find_suggestions, plan_of, with_saves
 from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
 from megatron_sp.planner.timeline import TrafficPlan
@@ -35,6 +28,7 @@ from megatron_sp.utils.host import host_memory_bytes, swap_bytes
 
 # of the head's tokens, for each of which there are operators; and of processes
 _MOST_CHUNKS, _MOST_RANKS = 2**11, 2**16
+_PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True)
@@ -80,28 +74,29 @@ class RunPlan:
     def text(self) -> str:
         """Return the plan as text."""
         config, memory, parallel = self.config, self.memory, self.config.parallel
+        sp, cp, pp = (
+            parallel.sequence_parallel_size,
+            parallel.context_parallel_size,
+            parallel.pipeline_model_parallel_size,
+        )
         axes = [f"dp {parallel.dp_size(self.world_size)}"]
-        if parallel.pipeline_model_parallel_size > 1:
+        if pp > 1:
             layers = "+".join(map(str, layers_of_stages(config.model, parallel)))
-            axes.append(f"pp {parallel.pipeline_model_parallel_size} ({parallel.pipeline_kind}, layers {layers})")
+            axes.append(f"pp {pp} ({parallel.pipeline_kind}, layers {layers})")
         tp_seq = " with sequence parallel" if parallel.sequence_parallel else ""
         for name, size, words in (
-            ("cp", parallel.context_parallel_size, ""), ("sp", parallel.sequence_parallel_size, ""),
-            ("tp", parallel.tensor_model_parallel_size, tp_seq), ("ep", parallel.expert_model_parallel_size, ""),
+            ("cp", cp, ""), ("sp", sp, ""), ("tp", parallel.tensor_model_parallel_size, tp_seq),
+            ("ep", parallel.expert_model_parallel_size, ""),
         ):  # fmt: skip
             axes += [f"{name} {size}{words}"] if size > 1 else []
-        where = "GPUs" if self.device == "cuda" else "CPUs"
-        processes = f"{self.world_size} {'process' if self.world_size == 1 else 'processes'}"
-        count, num_tokens = (
-            self.num_micro_batches,
-            f"{config.batch.micro_batch_size} x {config.model.seq_length} tokens",
-        )
-        micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'} of {num_tokens} in a step"
+        where = f"{'process' if self.world_size == 1 else 'processes'} on {'GPUs' if self.device == 'cuda' else 'CPUs'}"
+        tokens, count = f"{config.batch.micro_batch_size} x {config.model.seq_length}", self.num_micro_batches
+        micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'} of {tokens} tokens in a step"
         active = f", {format_count(self.active_params)} active" if config.model.has_experts else ""
-        peaks = (f"{phase} {format_bytes(memory.peak_of(phase))}" for phase in ("forward", "backward", "update"))
+        peaks = ", ".join(f"{phase} {format_bytes(memory.peak_of(phase))}" for phase in _PHASES)
         worst = f"({memory.worst.phase}: {memory.worst.name}) {format_bytes(memory.worst.num_bytes)} more"
         lines = [
-            f"dry run: {processes} on {where}: {', '.join(axes)}, ZeRO stage {parallel.zero_stage},"
+            f"dry run: {self.world_size} {where}: {', '.join(axes)}, ZeRO stage {parallel.zero_stage},"
             f" {config.precision.params_dtype}, {micro_batches}",
             f"parameters: {format_parameters(self.num_params)}{active}; a rank works with"
             f" {format_count(self.params_of_rank)} and keeps {format_count(self.kept_params)}",
@@ -109,11 +104,10 @@ class RunPlan:
             *_rows(memory.stays),
             f"and at the worst moment {worst}",
             *_rows(memory.worst.lines),
-            f"peak: {format_bytes(memory.peak)} ({', '.join(peaks)}); tensors alone: NCCL, the allocator and the"
-            " program come on top",
-        ]
-        lines += [*self._of_host(), *self._of_traffic(), *self._of_context()]
-        if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
+            f"peak: {format_bytes(memory.peak)} ({peaks}); tensors alone: NCCL, the allocator and the program come on top",
+            *self._of_host(), *self._of_traffic(),
+        ]  # fmt: skip
+        if parallel.overlap_mode == "auto" and sp > 1:
             what = f"{self.overlap}, the fastest by prediction on {ASSUMED_GPU}"
             what = what if self.overlap else "none: on CPUs exchanges and computation share the cores"
             lines.append(f"--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as {what}")
@@ -123,12 +117,12 @@ class RunPlan:
                 " other sizes with --sequence-parallel-size and --context-parallel-size)"
             )
         if self.remedies:
-            peaks = (f"{flags}: peak about {format_bytes(peak)}" for flags, peak in self.remedies)
-            lines.append(f"less memory: {'; '.join(peaks)}")
+            remedies = (f"{flags}: peak about {format_bytes(peak)}" for flags, peak in self.remedies)
+            lines.append(f"less memory: {'; '.join(remedies)}")
         return "\n".join([*lines, *self.notes])
 
     def _of_host(self) -> list[str]:
-        """Return lines about host memory, and the pool of captured steps."""
+        # host memory, and the pool of captured steps
         memory, on_gpu, lines = self.memory, self.device == "cuda", list[str]()
         if self.config.kernels.offload_activations:
             beside = "" if on_gpu else ", which on a CPU is the same memory: nothing is saved"
@@ -148,8 +142,7 @@ class RunPlan:
         return lines
 
     def _of_traffic(self) -> list[str]:
-        traffic = self.traffic
-        lines = []
+        traffic, cp, data, lines = self.traffic, self.config.parallel.context_parallel_size, self.config.data, []
         if self.launches:
             lines.append(f"launches of a rank and step: {self.launches:,} operators and kernels")
         if self.world_size == 1:
@@ -160,26 +153,20 @@ class RunPlan:
                 f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent,"
                 f" of which {format_bytes(traffic.can_hide)} ({share:.0%}) can run under computation"
             )
-            for flow in traffic.flows:
-                hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "exposed"
-                lines.append(
-                    f"  {format_bytes(flow.num_bytes):>10}  {flow.number:>7,} x {flow.op} between {flow.ranks}"
-                    f" ({flow.group}): {flow.kind}; {hides}"
-                )
-        return lines
-
-    def _of_context(self) -> list[str]:
-        cp, data = self.config.parallel.context_parallel_size, self.config.data
-        if cp == 1:
-            return []
-        if self.traffic.flows and not any(flow.group == "cp" for flow in self.traffic.flows):
-            return [f"the {cp} cp ranks exchange no keys and values: with this mask a token sees itself alone"]
-        if data.reset_attention_mask or data.bert_pack_sequences:
-            return [
+        for flow in traffic.flows if self.world_size > 1 else ():
+            hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "exposed"
+            lines.append(
+                f"  {format_bytes(flow.num_bytes):>10}  {flow.number:>7,} x {flow.op} between {flow.ranks}"
+                f" ({flow.group}): {flow.kind}; {hides}"
+            )
+        if cp > 1 and traffic.flows and not any(flow.group == "cp" for flow in traffic.flows):
+            lines.append(f"the {cp} cp ranks exchange no keys and values: with this mask a token sees itself alone")
+        elif cp > 1 and (data.reset_attention_mask or data.bert_pack_sequences):
+            lines.append(
                 "over cp each row is counted as one document: what the documents in it do not see is not sent, so a run"
                 " sends less"
-            ]
-        return []
+            )
+        return lines
 
 
 def _rows(lines: Sequence[Line]) -> list[str]:
@@ -198,7 +185,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     is_cpu = config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo"
     device: Device = "cpu" if is_cpu else "cuda"
     settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
-    rank = max(rough_ranks(settled, world_size, device), key=lambda rank: rank.num_params)
+    rank = max(rough.rough_ranks(settled, world_size, device), key=lambda rank: rank.num_params)
     memory, traffic, launches, why_not = _run(settled, world_size, device, rank)
     kept_params = rank.shard if settled.parallel.zero_stage == 3 else rank.num_params
     # by the rough form, in proportion to what it says of the configuration itself
@@ -208,12 +195,12 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     return RunPlan(
         config, world_size, device, count_parameters(config.model), count_active_parameters(config.model),
         round(rank.num_params), round(kept_params), rank.count, memory, traffic, remedies,
-        copy_bytes(config, world_size), tuple(filter(None, notes)), overlap, launches,
+        rough.copy_bytes(config, world_size), tuple(filter(None, notes)), overlap, launches,
     )  # fmt: skip
 
 
 def _run(config: Config, world_size: int, device: Device, rank: RoughRank) -> tuple[MemoryPlan, TrafficPlan, int, str]:
-    """Return memory and traffic, how many operators and kernels a step launches (0: not known), and a note."""
+    # memory and traffic, how many operators and kernels a step launches (0: not known), and a note
     why_not = ""
     if rank.tokens / min(rank.head_tokens, rank.tokens) > _MOST_CHUNKS or world_size > _MOST_RANKS:
         why_not = "its sizes are too large"
@@ -223,27 +210,24 @@ def _run(config: Config, world_size: int, device: Device, rank: RoughRank) -> tu
         try:
             found = predict(config, world_size, device)
             return with_saves(found.memory, config, world_size, device), found.traffic, found.launches, ""
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:  # an operator of some torch that does without contents in another way
+        except (RuntimeError, TypeError) as error:  # some torch's operator does without contents in another way
             why_not = next(iter(str(error).splitlines()), type(error).__name__)[:160]
     why_not = f"memory is that of a rough form: a step cannot be tried on tensors without contents ({why_not})"
     return plan_of(config, world_size, device), TrafficPlan(()), 0, why_not
 
 
 def _refused_here(config: Config, world_size: int, device: Device) -> str:
-    """Return a line if this host has too little memory to start all processes of the run; of GPUs nothing is known."""
+    # a line if this host has too little memory to start all processes of the run; of GPUs nothing is known
     available = host_memory_bytes()
     if available is None or config.kernels.allow_oom or config.batch.skip_train:
         return ""
-    order = order_bytes(config, num_samples_of(config))
-    need = order + (round(host_need(config, world_size)) * world_size if device == "cpu" else 0)
+    order = rough.order_bytes(config, rough.num_samples_of(config))
+    need = order + (round(rough.host_need(config, world_size)) * world_size if device == "cpu" else 0)
     if max(need - order, order) <= available + swap_bytes():
         return ""
     return (
         f"this host would refuse to start all of it: {format_bytes(need)} are certainly needed,"
-        f" {format_bytes(available)} are available ({HOW_TO_START})"
+        f" {format_bytes(available)} are available ({rough.HOW_TO_START})"
     )
 
 

@@ -30,13 +30,10 @@ _BUBBLE = {"zb1p": 0.6, "zbv": 0.3, "slices": 0.3}  # of that of 1F1B
 def machine_for(
     gpus: int, nodes: int = 0, gpu: str = "", link: str = "", flags: tuple[str, str] = ("--gpu", "--link")
 ) -> Machine:
-    """Return a machine by the names of its parts.
+    """Return a machine of so many GPUs, with at most 8 on each node unless ``nodes`` is given.
 
-    Args:
-        gpus: total number of GPUs.
-        nodes: number of nodes; 0: as many as have at most 8 GPUs each.
-        gpu, link: of the planner's tables; empty: what is assumed.
-        flags: what the user calls these two, for messages.
+    ``gpu`` and ``link`` are names of the planner's tables (empty: what is assumed); messages call them ``flags``.
+
     Raises:
         ConfigError: an unknown name.
     """
@@ -62,13 +59,13 @@ def settle_overlap(config: Config, machine: Machine) -> tuple[Config, str]:
     chunked = [("chunked", count) for count in wanted if count <= heads]
     tried = []
     for mode, chunks in [("none", None), ("split-qkv", None), *chunked]:
-        made = copy.copy(config)
-        made.parallel = copy.copy(parallel)
-        made.parallel.sp_overlap_comm = made.parallel.split_qkv_linear = False
-        made.parallel.sp_overlap_mode, made.parallel.sp_head_chunks = mode, chunks  # type: ignore[assignment]
-        seconds = rough_seconds(RoughRank(made, machine.gpus, "cuda"), machine)
-        tried.append((seconds, made, f"{mode} x{chunks}" if chunks else mode))
-    _, best, name = min(tried, key=lambda one: one[0])
+        trial = copy.copy(config)
+        trial.parallel = copy.copy(parallel)
+        trial.parallel.sp_overlap_comm = trial.parallel.split_qkv_linear = False
+        trial.parallel.sp_overlap_mode, trial.parallel.sp_head_chunks = mode, chunks  # type: ignore[assignment]
+        seconds = rough_seconds(RoughRank(trial, machine.gpus, "cuda"), machine)
+        tried.append((seconds, trial, f"{mode} x{chunks}" if chunks else mode))
+    _, best, name = min(tried, key=lambda entry: entry[0])
     return best, name
 
 
@@ -145,12 +142,8 @@ def rough_seconds(rank: RoughRank, machine: Machine) -> float:
     rows = rank.h * (rank.queries + 2 * rank.keys) * rank.sp * rank.d
     of_parts = {"chunked": 2 * rank.wide + 2 * rank.e, "split-qkv": 2 * rank.wide + 4 * rank.e}
     copied = rows * of_parts.get(parallel.overlap_mode, 0) / (gpu.memory_gbs * 1e9) * (rank.sp > 1)
-    backward = (
-        copied
-        + 2 * products
-        + 2.5 * attention * gpu.attention_forward_tflops / gpu.attention_backward_tflops
-        + 2 * moved
-    )
+    slower = 2.5 * attention * gpu.attention_forward_tflops / gpu.attention_backward_tflops
+    backward = copied + 2 * products + slower + 2 * moved
     again = rank.again
     repeated = again * (products + moved) + (again * attention if kernels.recompute_attention == "full" else 0)
     repeated += attention if kernels.recompute_granularity == "selective" else 0.0
@@ -173,7 +166,7 @@ def rough_seconds(rank: RoughRank, machine: Machine) -> float:
 
 
 def _inside(rank: RoughRank, machine: Machine, attention: float) -> tuple[float, float]:
-    """Return the seconds of a step's exchanges within the layers that are exposed, and that are hidden."""
+    # seconds of a step's exchanges within the layers that are exposed, and that are hidden
     config, parallel, model = rank.config, rank.config.parallel, rank.config.model
     tp, sp, cp, ep = rank.tp, rank.sp, rank.cp, parallel.expert_model_parallel_size
     times, passes = len(rank.layers) * rank.count, 2 + rank.again
@@ -206,7 +199,7 @@ def _inside(rank: RoughRank, machine: Machine, attention: float) -> tuple[float,
 
 
 def _of_replicas(rank: RoughRank, machine: Machine) -> float:
-    """Return the seconds in which gradients are reduced and parameters gathered."""
+    # seconds in which gradients are reduced and parameters gathered
     stage, count, ep = rank.config.parallel.zero_stage, rank.count, rank.config.parallel.expert_model_parallel_size
     times, gathers = count if stage > 1 else 1, 2 * count if stage == 3 else 1 if stage else 0
     group, experts = "dp x sp" if rank.cp == 1 else "dp x cp x sp", rank.layer[1] * len(rank.layers)

@@ -36,9 +36,7 @@ class Gpu:
     link: str  # between the GPUs of a node
     source: str  # of the figures
     narrow_heads: float = 0.8  # share of attention's rates with head size 64
-    flash2_share: float = (
-        1.0  # share of them that FlashAttention 2 achieves, and torch's own flash kernel, which is one
-    )
+    flash2_share: float = 1.0  # share of them that FlashAttention 2 achieves, and torch's flash kernel, which is one
     launch_us: float = 3.0  # of a kernel, on the device
     host_ms: float = HOST_MS  # of Python for a layer of a micro-batch, forward and backward, without exchanges
     host_gbs: float = 48.0  # copies from and to pinned host memory, per direction, all GPUs of a node at once (PCIe 5)

@@ -68,35 +68,33 @@ class ParallelPlan:
 
     def dp(self, gpus: int) -> int:
         """Data-parallel size on so many GPUs."""
-        return gpus // (self.tp * self.sp * self.cp * self.pp)
+        return gpus // math.prod(self.axes)
 
     def words(self, gpus: int) -> str:
         """Return the layout as text."""
         dp, mode = self.dp(gpus), "" if self.mode == "none" else f" {self.mode}"
         chunks = f" in {self.moe_chunks} chunks" if self.moe_chunks > 1 else ""
-        parts = [f"tp {self.tp}{' + seq' if self.tp_seq else ''}"] if self.tp > 1 else []
-        parts += [f"sp {self.sp}{mode}{f' {self.chunks}' if self.chunks else ''}"] if self.sp > 1 else []
-        parts += [f"cp {self.cp}"] if self.cp > 1 else []
-        parts += [f"pp {self.pp} {self.schedule}"] if self.pp > 1 else []
-        parts += [f"dp {dp}"] if dp > 1 or not parts else []
-        parts += [f"ep {self.ep}{chunks}"] if self.ep > 1 else []
-        parts += [f"ZeRO {self.zero}"] if self.zero else []
-        parts += [f"recompute {self.recompute}"] if self.recompute else []
-        return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
+        parts = {
+            f"tp {self.tp}{' + seq' if self.tp_seq else ''}": self.tp > 1,
+            f"sp {self.sp}{mode}{f' {self.chunks}' if self.chunks else ''}": self.sp > 1, f"cp {self.cp}": self.cp > 1,
+            f"pp {self.pp} {self.schedule}": self.pp > 1, f"dp {dp}": dp > 1 or max(self.axes) == 1,
+            f"ep {self.ep}{chunks}": self.ep > 1, f"ZeRO {self.zero}": self.zero,
+            f"recompute {self.recompute}": self.recompute, f"micro-batch {self.micro_batch}": True,
+        }  # fmt: skip
+        return ", ".join(part for part, is_said in parts.items() if is_said)
 
     def flags(self) -> list[str]:
         """Return the layout as flags of pretrain_gpt.py."""
-        made = [f"--tensor-model-parallel-size {self.tp}"] * (self.tp > 1) + ["--sequence-parallel"] * self.tp_seq
-        made += [f"--sequence-parallel-size {self.sp}"] * (self.sp > 1)
-        made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
-        made += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
-        made += [f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}"] * (self.pp > 1)
-        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1)
-        made += [f"--moe-chunks {self.moe_chunks}"] * (self.moe_chunks > 1)
-        made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
-        made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
-        made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
-        return [*made, f"--micro-batch-size {self.micro_batch}"]
+        flags = {
+            f"--tensor-model-parallel-size {self.tp}": self.tp > 1, "--sequence-parallel": self.tp_seq,
+            f"--sequence-parallel-size {self.sp}": self.sp > 1, f"--sp-overlap-mode {self.mode}": self.sp > 1,
+            f"--context-parallel-size {self.cp}": self.cp > 1,
+            f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}": self.pp > 1,
+            f"--expert-model-parallel-size {self.ep}": self.ep > 1, f"--moe-chunks {self.moe_chunks}": self.moe_chunks > 1,
+            f"--sp-head-chunks {self.chunks}": self.chunks, f"--zero-stage {self.zero}": self.zero,
+            f"--recompute-granularity {self.recompute}": self.recompute, f"--micro-batch-size {self.micro_batch}": True,
+        }  # fmt: skip
+        return [flag for flag, is_given in flags.items() if is_given]
 
     def apply(self, base: Config) -> Config:
         """Return a normalised copy of a configuration with this layout."""
@@ -148,80 +146,89 @@ def default_batch(config: Config, gpus: int) -> int:
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
     """Yield layouts in pp, tp, tp_seq, sp, cp and overlap mode; all else of them has its default."""
-    for pp in _pps(base, given, gpus, per_node):
+    named = {name for _, name in given}
+    nodes, most = gpus // per_node, min(MOST_PP, base.model.num_layers or 1)
+    # without the flag a stage has whole nodes, where it is the cheapest cut
+    pps = [size for size in range(1, nodes + 1) if nodes % size == 0 and (size == 1 or size <= most)]
+    if "pipeline_model_parallel_size" in named:
+        pps = [base.parallel.pipeline_model_parallel_size]
+    for pp in pps:
         for schedule in _schedules(base, pp) if pp > 1 else ("",):
             for frame in _without_stages(base, given, gpus // pp, per_node):
-                if pp == 1 or _goes_with_stages(frame, given):
+                # Within a pipeline there are many: cp is for one that a flag asks for, and of the modes with which
+                # exchanges overlap the best is about the same as without a pipeline.
+                is_worth_it = pp == 1 or all((
+                    frame.cp == 1 or named & {"context_parallel_size", "cp_comm_type"},
+                    frame.tp == 1 or frame.tp_seq or "sequence_parallel" in named,
+                    (frame.mode, frame.chunks) in (("none", 0), ("chunked", 2))
+                    or named & {"sp_overlap_mode", "sp_overlap_comm", "sp_head_chunks"},
+                ))  # fmt: skip
+                if is_worth_it:
                     yield replace(frame, pp=pp, schedule=schedule)
 
 
-def _goes_with_stages(frame: ParallelPlan, given: Given) -> bool:
-    """Return whether a layout is worth a look within a pipeline, of which there are many.
-
-    cp is for one that a flag asks for, and of the modes with which exchanges overlap the best is about the same as
-    without a pipeline.
-    """
-    named = {name for _, name in given}
-    of_modes = named & {"sp_overlap_mode", "sp_overlap_comm", "sp_head_chunks"}
-    return all((
-        frame.cp == 1 or named & {"context_parallel_size", "cp_comm_type"},
-        frame.tp == 1 or frame.tp_seq or "sequence_parallel" in named,
-        (frame.mode, frame.chunks) in (("none", 0), ("chunked", 2)) or of_modes,
-    ))  # fmt: skip
-
-
-def _pps(base: Config, given: Given, gpus: int, per_node: int) -> list[int]:
-    """Return the pp sizes to try; without the flag those with whole nodes for a stage, where it is the cheapest cut."""
-    if ("parallel", "pipeline_model_parallel_size") in given:
-        return [base.parallel.pipeline_model_parallel_size]
-    nodes, most = gpus // per_node, min(MOST_PP, base.model.num_layers or 1)
-    return [size for size in range(1, nodes + 1) if nodes % size == 0 and (size == 1 or size <= most)]
-
-
 def _schedules(base: Config, pp: int) -> tuple[str, ...]:
-    """Return the schedules to try: that of the flags, or of all that they allow the simplest one and the shortest."""
+    # that of the flags, or of all that they allow the simplest one and the shortest
     parallel = base.parallel
     if parallel.pipeline_schedule not in (None, "auto") or parallel.pipeline_slices is not None:
         return (parallel.pipeline_kind,)
     trial = copy.copy(base)
     trial.parallel = replace(parallel, pipeline_model_parallel_size=pp)
     tried = allowed_schedules(trial, 4 * pp)
-    return tuple(dict.fromkeys((tried[0].kind, min(tried, key=lambda each: each.time).kind))) if tried else ()
+    return tuple(dict.fromkeys((tried[0].kind, min(tried, key=lambda one: one.time).kind))) if tried else ()
 
 
 def _without_stages(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield the layouts of one stage."""
-    named = ("parallel", "context_parallel_size") in given and not base.parallel.measures_split
-    fixed = base.parallel.context_parallel_size if named else 1
-    for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):
-        for sp in _splits(base, given, "sequence_parallel_size", max(1, gpus // (tp * fixed)), gpus // (tp * fixed)):
-            for cp in _cps(base, given, sp, gpus // (tp * sp)):
-                for tp_seq in _tp_seqs(base, given, tp):
-                    for mode, chunks in _modes(base, given, tp, sp):
-                        for ep in _eps(base, given, gpus // tp * (tp if tp_seq else 1)):
-                            of_experts = base.parallel.moe_chunks if ep > 1 else 1
+    parallel, model = base.parallel, base.model
+    named, heads = {name for _, name in given}, model.num_attention_heads or 1
+    is_fixed = "context_parallel_size" in named and not parallel.measures_split
+    fixed = parallel.context_parallel_size if is_fixed else 1
+
+    def splits(name: str, most: int, of: int) -> list[int]:
+        if name in named:
+            return [getattr(parallel, name)]
+        return [size for size in range(1, min(most, heads) + 1) if of % size == 0]
+
+    for tp in splits("tensor_model_parallel_size", per_node, gpus):
+        of_tp = gpus // (tp * fixed)
+        for sp in splits("sequence_parallel_size", max(1, of_tp), of_tp):
+            of_sp = gpus // (tp * sp)
+            most = max(1, min(MOST_CP, (model.seq_length or 1) // (FEWEST_POSITIONS * sp)))
+            cps = [size for size in range(1, most + 1) if of_sp % size == 0]
+            if parallel.measures_split:
+                whole = parallel.context_parallel_size
+                cps = [whole // sp] if whole % sp == 0 and of_sp % (whole // sp) == 0 else []
+            elif is_fixed:
+                cps = [fixed]
+            tp_seqs = [True, False] if tp > 1 else [False]
+            if tp > 1 and "sequence_parallel" in named:
+                tp_seqs = [parallel.sequence_parallel]
+            for cp in cps:
+                for tp_seq in tp_seqs:
+                    for mode, chunks in _modes(base, named, heads // (tp * sp), sp):
+                        for ep in _eps(base, named, gpus // tp * (tp if tp_seq else 1)):
+                            of_experts = parallel.moe_chunks if ep > 1 else 1
                             yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp, ep=ep, moe_chunks=of_experts)
 
 
-def _eps(base: Config, given: Given, ranks: int) -> list[int]:
-    """Return the ep sizes to try; ``ranks``: those of a stage that have different tokens."""
+def _modes(base: Config, named: set[str], heads: int, sp: int) -> list[tuple[str, int]]:
+    # the overlap modes to try, with their numbers of chunks
+    if sp == 1:
+        return [("none", 0)]
+    mode = base.parallel.overlap_mode
+    if named & {"sp_overlap_mode", "sp_overlap_comm", "split_qkv_linear", "sp_head_chunks"} and mode != "auto":
+        return [(mode, (base.parallel.sp_head_chunks or 2) if mode == "chunked" else 0)]
+    return [("none", 0), ("split-qkv", 0), *(("chunked", count) for count in (2, 4) if count <= heads)]
+
+
+def _eps(base: Config, named: set[str], ranks: int) -> list[int]:
+    # the ep sizes to try among so many ranks of a stage that have different tokens
     experts = base.model.num_experts
     if not experts:
         return [1]
-    if ("parallel", "expert_model_parallel_size") in given:
+    if "expert_model_parallel_size" in named:
         return [base.parallel.expert_model_parallel_size]
     return [size for size in range(1, min(ranks, experts) + 1) if ranks % size == 0 == experts % size]
-
-
-def _cps(base: Config, given: Given, sp: int, of: int) -> list[int]:
-    """Return the cp sizes to try; ``of``: ranks that they and dp have together."""
-    size = base.parallel.context_parallel_size
-    if base.parallel.measures_split:
-        return [size // sp] if size % sp == 0 and of % (size // sp) == 0 else []
-    if ("parallel", "context_parallel_size") in given:
-        return [size]
-    most = max(1, min(MOST_CP, (base.model.seq_length or 1) // (FEWEST_POSITIONS * sp)))
-    return [size for size in range(1, most + 1) if of % size == 0]
 
 
 def micro_batches(base: Config, given: Given, dp: int, shares: int) -> list[int]:
@@ -250,27 +257,3 @@ def most_saving(tries: list[Saving]) -> list[Saving]:
 def saves_no_less(one: Saving, other: Saving) -> bool:
     """Return whether ``other`` costs at least as much time as ``one``, so that it is pointless if ``one`` fits."""
     return other != one and other[0] >= one[0] and RECOMPUTE.index(other[1]) >= RECOMPUTE.index(one[1])
-
-
-def _splits(base: Config, given: Given, name: str, most: int, of: int) -> list[int]:
-    if ("parallel", name) in given:
-        return [getattr(base.parallel, name)]
-    return [size for size in range(1, min(most, base.model.num_attention_heads or 1) + 1) if of % size == 0]
-
-
-def _tp_seqs(base: Config, given: Given, tp: int) -> list[bool]:
-    if tp > 1 and ("parallel", "sequence_parallel") in given:
-        return [base.parallel.sequence_parallel]
-    return [True, False] if tp > 1 else [False]
-
-
-def _modes(base: Config, given: Given, tp: int, sp: int) -> list[tuple[str, int]]:
-    """Return the overlap modes to try, with their numbers of chunks; only "none" with one sp rank."""
-    if sp == 1:
-        return [("none", 0)]
-    names = ("sp_overlap_mode", "sp_overlap_comm", "split_qkv_linear", "sp_head_chunks")
-    if any(("parallel", name) in given for name in names) and base.parallel.overlap_mode != "auto":
-        mode = base.parallel.overlap_mode
-        return [(mode, (base.parallel.sp_head_chunks or 2) if mode == "chunked" else 0)]
-    heads = (base.model.num_attention_heads or 1) // (tp * sp)
-    return [("none", 0), ("split-qkv", 0), *(("chunked", count) for count in (2, 4) if count <= heads)]

@@ -46,10 +46,8 @@ def is_svg(path: Path) -> bool:
 
 
 def draw(best: Sequence[Candidate], path: Path, title: str, context: str = "") -> None:
-    """Write the picture.
+    """Write the picture, in an SVG with ``context``, another one, below; without matplotlib that is the whole picture.
 
-    Args:
-        context: SVG document to stand below; the picture is one, too. Without matplotlib it is the whole picture.
     Raises:
         DiskError: the file cannot be written.
     """

@@ -21,38 +21,22 @@ _LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations"
 
 def memory_by_kind(candidate: Candidate) -> dict[str, int]:
     """Return the bytes of a GPU at the peak, for each of ``KINDS``."""
-    made = dict.fromkeys(KINDS, 0)
-    memory = candidate.memory
-    for line in (*memory.stays, *memory.worst.lines):
-        made[_kind(line.name)] += line.num_bytes
-    made["reserve"] = candidate.reserve
-    return made
-
-
-def _kind(name: str) -> str:
-    if name.startswith(("parameters", "buffers for whole", "buffer for the head's parameters")):
-        return "parameters"
-    if name in ("master weights", "optimizer state"):
-        return "optimizer"
-    return "gradients" if name.startswith("gradients") and not name.startswith("gradients of") else "activations"
-
-
-def bar(candidate: Candidate) -> str:
-    """Return the memory of a GPU as a bar of letters, one letter for each kind."""
-    have, text, so_far = candidate.machine.memory_bytes, "", 0
-    for kind, num_bytes in memory_by_kind(candidate).items():
-        so_far += num_bytes
-        text += _LETTERS[kind] * (round(BAR * so_far / have) - len(text))
-    return f"[{text:.<{BAR}}]"
-
-
-def flags(candidate: Candidate, extra: Sequence[str]) -> str:
-    """Return the flags for pretrain_gpt.py; ``extra``: flags that the planner assumed."""
-    return " ".join([*candidate.layout.flags(), *extra])
+    sizes = dict.fromkeys(KINDS, 0) | {"reserve": candidate.reserve}
+    for name, num_bytes in (*candidate.memory.stays, *candidate.memory.worst.lines):
+        kind = "activations"
+        if name.startswith(("parameters", "buffers for whole")):
+            kind = "parameters"
+        elif name in ("master weights", "optimizer state"):
+            kind = "optimizer"
+        elif name.startswith("gradients"):
+            kind = "gradients"
+        sizes[kind] += num_bytes
+    return sizes
 
 
 def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str], top: int) -> dict[str, Any]:
     """Return the plan for JSON, in bytes, seconds and plain numbers."""
+    best = found.best_of_each()
     return {
         "machine": {
             "gpu": machine.gpu.name, "gpus": machine.gpus, "nodes": machine.nodes, "inside": asdict(machine.inside),
@@ -63,9 +47,9 @@ def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str
         **({"active_parameters": count_active_parameters(base.model)} if base.model.has_experts else {}),
         "global_batch_size": base.batch.global_batch_size,
         "seq_length": base.model.seq_length, "tried": found.tried, "fitting": len(found.fitting),
-        "why": why_this_split(found.best_of_each()[0], found.best_of_each()),
-        "best": [_candidate_dict(candidate, extra) for candidate in found.best_of_each()[:top]],
-        "rejected": [asdict(each) for each in found.rejected],
+        "why": why_this_split(best[0], best),
+        "best": [_candidate_dict(candidate, extra) for candidate in best[:top]],
+        "rejected": [rejected._asdict() for rejected in found.rejected],
     }  # fmt: skip
 
 
@@ -75,11 +59,12 @@ def _candidate_dict(candidate: Candidate, extra: Sequence[str]) -> dict[str, Any
         {"kind": e.flow.kind, "op": e.flow.op, "group": e.flow.group, "ranks": e.flow.ranks, "bytes": e.flow.num_bytes,
          "link": e.link, "seconds": e.seconds, "hidden": e.hidden} for e in time.exchanges
     ]  # fmt: skip
+    names = ("products", "attention", "memory", "update", "host", "overlap", "copies", "exposed", "bubble")
     seconds = {
-        "step": time.seconds, "products": time.products, "attention": time.attention, "memory": time.memory,
-        "update": time.update, "host": time.host, "overlap": time.overlap, "copies": time.copies,
-        "exposed": time.exposed, "bubble": time.bubble, "of_it_recomputed": time.recompute,
-    }  # fmt: skip
+        "step": time.seconds,
+        **{name: getattr(time, name) for name in names},
+        "of_it_recomputed": time.recompute,
+    }
     return {
         "layout": {**asdict(candidate.layout), "dp": candidate.layout.dp(candidate.machine.gpus)},
         "flags": flags(candidate, extra),
@@ -88,48 +73,54 @@ def _candidate_dict(candidate: Candidate, extra: Sequence[str]) -> dict[str, Any
     }  # fmt: skip
 
 
+def flags(candidate: Candidate, extra: Sequence[str]) -> str:
+    """Return the flags for pretrain_gpt.py; ``extra``: flags that the planner assumed."""
+    return " ".join([*candidate.layout.flags(), *extra])
+
+
 def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], top: int) -> str:
     """Return the plan as text."""
-    best = found.best_of_each()[:top]
+    every = found.best_of_each()
+    best, unit, have = every[:top], "process" if machine.is_cpu else "GPU", machine.memory_bytes / GIB
+    kinds = ", ".join(f"{_LETTERS[kind]} {kind}" for kind in KINDS)
     lines = [
-        *_head(base, machine, extra, found), *_table(best), *_tighter(found), *_doubts(best),
-        *why_this_split(best[0], found.best_of_each()), "", *_detail(best[0], extra), "",
-        f"memory of a {_unit(machine)} (" + ", ".join(f"{_LETTERS[kind]} {kind}" for kind in KINDS) + "):",
-        *(f"  {n} {bar(c)} {c.needs / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB" for n, c in enumerate(best, 1)),
-        "", "flags of the others:", *(f"  {n} {flags(c, extra)}" for n, c in enumerate(best[1:], 2)),
+        *_head(base, machine, extra, found), *_table(best, unit), *_remarks(found, best),
+        *why_this_split(best[0], every), "", *_detail(best[0], extra, unit), "", f"memory of a {unit} ({kinds}):",
     ]  # fmt: skip
-    if len(best) == 1:
-        lines = lines[:-2]
-    rejected = [f"  {each.who}: {each.why}" for each in found.rejected]
-    return "\n".join([*lines, *(["", "not possible:", *rejected] if rejected else [])])
+    for number, candidate in enumerate(best, 1):
+        bar, so_far = "", 0
+        for kind, num_bytes in memory_by_kind(candidate).items():
+            so_far += num_bytes
+            bar += _LETTERS[kind] * (round(BAR * so_far / machine.memory_bytes) - len(bar))
+        lines.append(f"  {number} [{bar:.<{BAR}}] {candidate.needs / GIB:.1f} of {have:.1f} GiB")
+    if len(best) > 1:
+        lines += ["", "flags of the others:"]
+        lines += [f"  {number} {flags(c, extra)}" for number, c in enumerate(best[1:], 2)]
+    if found.rejected:
+        lines += ["", "not possible:", *(f"  {rejected.who}: {rejected.why}" for rejected in found.rejected)]
+    return "\n".join(lines)
 
 
-def _tighter(found: Findings) -> list[str]:
-    """Return a line about a faster layout that leaves under 5 % of the memory, or if all layouts do; else nothing."""
-    best = found.candidates[0]
-    tight = [c for c in found.candidates if c.is_tight and c.tokens_per_second > best.tokens_per_second]
-    if best.is_tight:
-        return ["tight: every layout leaves under 5 % of the memory; a little more of anything, and it does not fit"]
-    if not tight:
-        return []
-    left = [(c.machine.memory_bytes - c.needs) / GIB for c in (tight[0], best)]
-    faster, instead = tight[0].tokens_per_second / best.tokens_per_second - 1, " ".join(tight[0].layout.flags())
-    return [f"tight: {faster:.1%} faster than 1, with {left[0]:.1f} GiB left instead of {left[1]:.1f}: {instead}"]
-
-
-def _doubts(best: Sequence[Candidate]) -> list[str]:
-    """Return a warning if a predicted MFU is above 100 %; else nothing."""
-    if max(c.mfu for c in best) <= 1:
-        return []
-    gpu = best[0].machine.gpu
-    return [
-        f"MFU above 100 %: the peak of {gpu.name} that it is a share of ({gpu.peak_tflops:g} TFLOP/s) was measured too"
-        " low, on a busy machine for instance; compare tokens/s"
-    ]
-
-
-def _unit(machine: Machine) -> str:
-    return "process" if machine.is_cpu else "GPU"
+def _remarks(found: Findings, best: Sequence[Candidate]) -> list[str]:
+    # about a faster layout that leaves under 5 % of the memory, or if all do, and an MFU that cannot be
+    first, gpu, lines = found.candidates[0], best[0].machine.gpu, []
+    tight = [c for c in found.candidates if c.is_tight and c.tokens_per_second > first.tokens_per_second]
+    if first.is_tight:
+        lines.append(
+            "tight: every layout leaves under 5 % of the memory; a little more of anything, and it does not fit"
+        )
+    elif tight:
+        left = [(c.machine.memory_bytes - c.needs) / GIB for c in (tight[0], first)]
+        faster, instead = tight[0].tokens_per_second / first.tokens_per_second - 1, " ".join(tight[0].layout.flags())
+        lines.append(
+            f"tight: {faster:.1%} faster than 1, with {left[0]:.1f} GiB left instead of {left[1]:.1f}: {instead}"
+        )
+    if max(c.mfu for c in best) > 1:
+        lines.append(
+            f"MFU above 100 %: the peak of {gpu.name} that it is a share of ({gpu.peak_tflops:g} TFLOP/s) was measured"
+            " too low, on a busy machine for instance; compare tokens/s"
+        )
+    return lines
 
 
 def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings) -> list[str]:
@@ -148,28 +139,26 @@ def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings)
     return said + ([f"assumed, because nothing was given: {' '.join(extra)}"] if extra else [])
 
 
-def _table(best: Sequence[Candidate]) -> list[str]:
-    header = ["", "layout", "tokens/s", f"per {_unit(best[0].machine)}", "MFU", "step", "memory", "most of the time"]
-    rows = [
-        [
+def _table(best: Sequence[Candidate], unit: str) -> list[str]:
+    rows = [["", "layout", "tokens/s", f"per {unit}", "MFU", "step", "memory", "most of the time"]]
+    for number, c in enumerate(best, 1):
+        rows.append([
             str(number), c.layout.words(c.machine.gpus), f"{c.tokens_per_second:,.0f}",
             f"{c.tokens_per_second / c.machine.gpus:,.0f}", f"{c.mfu:.1%}", f"{c.time.seconds:.3g} s",
             f"{c.needs / GIB:.1f} GiB" + (" (tight)" if c.is_tight else ""), c.time.bound,
-        ] for number, c in enumerate(best, 1)
-    ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *rows))
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return ["  ".join(cells).rstrip() for cells in padded]
 
 
-def _detail(best: Candidate, extra: Sequence[str]) -> list[str]:
-    time, kinds = best.time, memory_by_kind(best)
-    of_kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
-    worst = best.memory.worst
+def _detail(best: Candidate, extra: Sequence[str], unit: str) -> list[str]:
+    time, worst = best.time, best.memory.worst
+    of_kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in memory_by_kind(best).items() if size)
     lines = [
         f"1 in detail: {best.layout.words(best.machine.gpus)}",
         f"  flags: {flags(best, extra)}",
-        f"  memory of a {_unit(best.machine)}: {of_kinds}; worst in {worst.phase}, {worst.name}",
+        f"  memory of a {unit}: {of_kinds}; worst in {worst.phase}, {worst.name}",
         f"  step {time.seconds:.3g} s: products {time.products:.3g}, attention {time.attention:.3g}, norms and the like"
         f" {time.memory:.3g}, update {time.update:.3g}, exposed communication {time.exposed:.3g}, slowed by"
         f" communication {time.overlap:.3g}, waiting for Python {time.host:.3g}"
@@ -177,14 +166,12 @@ def _detail(best: Candidate, extra: Sequence[str]) -> list[str]:
         + (f", bubble of the pipeline {time.bubble:.3g}" if time.bubble else "")
         + (f"; {time.recompute:.3g} of it recomputed" if time.recompute else ""),
     ]
-    for exchange in sorted(time.exchanges, key=lambda e: -e.flow.num_bytes):
-        if exchange.flow.num_bytes < 2**20:
-            continue
-        flow, hidden = exchange.flow, exchange.hidden / max(exchange.seconds, 1e-12)
-        lines.append(
-            f"  {format_bytes(flow.num_bytes):>10} {flow.op} over {exchange.link}, {flow.ranks} ranks ({flow.group}):"
-            f" {flow.kind}; {exchange.seconds:.3g} s, {hidden:.0%} hidden"
-        )
+    for flow, link, seconds, hidden in sorted(time.exchanges, key=lambda exchange: -exchange.flow.num_bytes):
+        if flow.num_bytes >= 2**20:
+            lines.append(
+                f"  {format_bytes(flow.num_bytes):>10} {flow.op} over {link}, {flow.ranks} ranks ({flow.group}):"
+                f" {flow.kind}; {seconds:.3g} s, {hidden / max(seconds, 1e-12):.0%} hidden"
+            )
     return lines
 
 

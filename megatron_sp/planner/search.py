@@ -25,19 +25,10 @@ from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_plan import Device, MemoryPlan
 from megatron_sp.estimate.rough import rough_ranks
 from megatron_sp.estimate.suggestions import with_saves
+from megatron_sp.planner import parallel_plans as plans
 from megatron_sp.planner.forecast import rough_seconds, step_flops
 from megatron_sp.planner.machine import Machine, reserve
-from megatron_sp.planner.parallel_plans import (
-    Axes,
-    Given,
-    ParallelPlan,
-    Saving,
-    frames,
-    micro_batches,
-    most_saving,
-    saves_no_less,
-    savings,
-)
+from megatron_sp.planner.parallel_plans import Axes, Given, ParallelPlan, Saving
 from megatron_sp.planner.timeline import StepTime
 
 TIGHT = 0.95  # share of the memory above which a layout counts as tight
@@ -84,8 +75,7 @@ class Candidate:
         return self.needs > TIGHT * self.machine.memory_bytes
 
 
-@dataclass
-class Rejected:
+class Rejected(NamedTuple):
     """Layouts rejected for the same reason."""
 
     who: str  # their common tp, sp, cp and pp sizes
@@ -109,202 +99,197 @@ class Findings:
     candidates: list[Candidate] = field(default_factory=list)  # were run, and fit, fastest first; tight ones come last
     fitting: list[Tried] = field(default_factory=list)  # by the rough form, fastest first
     rejected: list[Rejected] = field(default_factory=list)
-    smallest: tuple[int, ParallelPlan] | None = None  # bytes and layout that needs least, whether it fits or not
     tried: int = 0  # layouts whose memory was computed
 
     def best_of_each(self) -> list[Candidate]:
         """Return the first candidate for each choice of tp, sp, cp and pp sizes."""
-        found: dict[Axes, Candidate] = {}
+        best: dict[Axes, Candidate] = {}
         for candidate in self.candidates:
-            found.setdefault(candidate.layout.axes, candidate)
-        return list(found.values())
+            best.setdefault(candidate.layout.axes, candidate)
+        return list(best.values())
 
 
 def search(base: Config, given: Given, machine: Machine, processes: int = 1, finalists: int = FINALISTS) -> Findings:
-    """Search all layouts.
+    """Search all layouts of a model whose ``vocab_size`` and ``global_batch_size`` are set.
 
-    Args:
-        base: model, batch and precision, with ``vocab_size`` and ``global_batch_size`` set.
-        given: fixed fields.
-        machine: machine of the run.
-        processes: that share the runs; what is found does not depend on them.
-        finalists: layouts that are run.
+    Fields in ``given`` are fixed; ``finalists`` layouts are run, shared by ``processes``, on which nothing else depends.
     """
-    found, least, refused = Findings(), dict[Axes, tuple[int, ParallelPlan]](), dict[str, list[ParallelPlan]]()
-    for layout in frames(base, given, machine.gpus, machine.per_node):
+    findings, least, refused = Findings(), dict[Axes, tuple[int, ParallelPlan]](), dict[str, list[ParallelPlan]]()
+    for layout in plans.frames(base, given, machine.gpus, machine.per_node):
         # the first rule that it breaks with micro-batches of 1
         if broken := next(iter(violations(layout.apply(base), machine.gpus)), ""):
             refused.setdefault(broken, []).append(layout)
             continue
-        for one in _Frame(layout, base, given, machine).fill(found):
-            least[layout.axes] = min(least.get(layout.axes, one), one, key=lambda each: each[0])
-    found.fitting.sort(key=lambda one: (one.seconds, one.needs))
-    found.fitting += _in_chunks(found, base, given, machine)
-    found.fitting.sort(key=lambda one: (one.seconds, one.needs))
-    _run(found, machine, processes, finalists, least)
-    fitting = {c.layout.axes for c in found.fitting}
-    found.rejected = [*_too_large(least, fitting, machine), *_refused(refused)]
-    found.smallest = min(least.values(), key=lambda each: each[0]) if least else None
-    return found
+        for tried in _Frame(layout, base, given, machine, findings).fill():
+            smallest = tried.needs, tried.layout
+            least[layout.axes] = min(least.get(layout.axes, smallest), smallest, key=lambda entry: entry[0])
+    order = lambda tried: (tried.seconds, tried.needs)
+    findings.fitting.sort(key=order)
+    findings.fitting += _in_chunks(findings, base, given, machine)
+    findings.fitting.sort(key=order)
+    _run(findings, machine, processes, finalists, least)
+    fitting, have = {tried.layout.axes for tried in findings.fitting}, machine.memory_bytes / 2**30
+    for axes, (needs, layout) in sorted(least.items()):
+        if axes not in fitting:
+            how = ", ".join(layout.words(machine.gpus).split(", ")[sum(size > 1 for size in axes) :])
+            why = f"needs {needs / 2**30:.1f} GiB of {have:.1f} at least ({how})"
+            findings.rejected.append(Rejected(_name(layout), why, needs))
+    by_rule: dict[str, list[ParallelPlan]] = {}
+    for text, layouts in refused.items():
+        by_rule.setdefault(text.split(": ")[0].split("; use")[0], []).extend(layouts)
+    for rule, layouts in by_rule.items():
+        names = list(dict.fromkeys(map(_name, layouts)))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        findings.rejected.append(Rejected("; ".join(names[:3]) + more, rule))
+    return findings
+
+
+def _name(layout: ParallelPlan) -> str:
+    more = (f", cp {layout.cp}" if layout.cp > 1 else "") + (f", pp {layout.pp}" if layout.pp > 1 else "")
+    return f"tp {layout.tp}, sp {layout.sp}{more}"
 
 
 def _run(
-    found: Findings, machine: Machine, processes: int, finalists: int, least: dict[Axes, tuple[int, ParallelPlan]]
+    findings: Findings, machine: Machine, processes: int, finalists: int, least: dict[Axes, tuple[int, ParallelPlan]]
 ) -> None:
-    """Run the best layouts, of each choice of axes the fastest first; where none fits the next ones, until some do."""
-    left, done = list(found.fitting), set[ParallelPlan]()
+    # runs the best layouts, of each choice of axes the fastest first; where none fits the next ones, until some do
+    left, done = list(findings.fitting), set[ParallelPlan]()
     for _ in range(_ROUNDS):
         if not left:
             break
         places, order = Counter[Axes](), list[tuple[int, int, Tried]]()
-        for number, one in enumerate(left):
-            order.append((places[one.layout.axes], number, one))
-            places[one.layout.axes] += 1
+        for number, tried in enumerate(left):
+            order.append((places[tried.layout.axes], number, tried))
+            places[tried.layout.axes] += 1
         chosen = list(places)[: max(_AXES, finalists // 3)]
-        order = sorted((each for each in order if each[2].layout.axes in chosen), key=lambda each: each[:2])
-        batch = [one for _, _, one in order][:finalists]
-        made = _predictions(batch, machine, processes)
-        for one, candidate in zip(batch, made, strict=True):
-            done.add(one.layout)
-            if candidate is None:
-                found.fitting.remove(one)
-            elif candidate.needs <= machine.memory_bytes:
-                found.candidates.append(candidate)
-            else:
-                found.fitting.remove(one)
-                axes, needs = one.layout.axes, (candidate.needs, one.layout)
-                least[axes] = min(least[axes], needs, key=lambda each: each[0])
-        missing = {one.layout.axes for one in batch} - {c.layout.axes for c in found.candidates}
-        left = [one for one in found.fitting if one.layout not in done]
-        left = [one for one in left if one.layout.axes in missing or not found.candidates]
-    found.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
+        order = sorted((entry for entry in order if entry[2].layout.axes in chosen), key=lambda entry: entry[:2])
+        batch = [tried for _, _, tried in order][:finalists]
+        for tried, candidate in zip(batch, _predictions(batch, machine, processes), strict=True):
+            done.add(tried.layout)
+            if candidate is not None and candidate.needs <= machine.memory_bytes:
+                findings.candidates.append(candidate)
+                continue
+            findings.fitting.remove(tried)
+            if candidate is not None:
+                axes, needs = tried.layout.axes, (candidate.needs, tried.layout)
+                least[axes] = min(least[axes], needs, key=lambda entry: entry[0])
+        missing = {tried.layout.axes for tried in batch} - {c.layout.axes for c in findings.candidates}
+        left = [tried for tried in findings.fitting if tried.layout not in done]
+        left = [tried for tried in left if tried.layout.axes in missing or not findings.candidates]
+    findings.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
 
 
 def _predictions(batch: Sequence[Tried], machine: Machine, processes: int) -> list[Candidate | None]:
-    """Return what runs of layouts predict, in several processes where there are many and the system allows them."""
+    # in several processes where there are many and the system allows them, which leave Ctrl-C to this one
     if processes > 1 and len(batch) >= _FEW:
         context = multiprocessing.get_context("spawn")  # this process may have threads
+        number, leave = min(processes, _PROCESSES, len(batch)), (signal.SIGINT, signal.SIG_IGN)
         try:
-            number = min(processes, _PROCESSES, len(batch))
-            with ProcessPoolExecutor(number, context, initializer=_leave_interrupts) as pool:
+            with ProcessPoolExecutor(number, context, initializer=signal.signal, initargs=leave) as pool:
                 return list(pool.map(partial(_predicted, machine=machine), batch))
         except (BrokenProcessPool, OSError, NotImplementedError):
             pass
-    return [_predicted(one, machine) for one in batch]
+    return [_predicted(tried, machine) for tried in batch]
 
 
-def _predicted(one: Tried, machine: Machine) -> Candidate | None:
-    """Run a layout; None: it cannot be run without contents."""
+def _predicted(tried: Tried, machine: Machine) -> Candidate | None:
+    # runs a layout; None: it cannot be run without contents
     from megatron_sp.planner.fake_run import predict  # torch takes a second
 
-    config, gpus = one.config, machine.gpus
+    config, gpus, device = tried.config, machine.gpus, _device(machine)
     try:
-        found = predict(config, gpus, _device(machine), machine)
+        run = predict(config, gpus, device, machine)
     except (RuntimeError, TypeError):
         return None
-    memory = with_saves(found.memory, config, gpus, _device(machine))
-    assert found.time is not None
-    kept = reserve(machine, memory.peak, num_groups(one.layout, gpus))
-    return Candidate(one.layout, config, machine, memory, kept, found.time, *step_flops(config, gpus))
+    memory = with_saves(run.memory, config, gpus, device)
+    assert run.time is not None
+    kept = reserve(machine, memory.peak, num_groups(tried.layout, gpus))
+    return Candidate(tried.layout, config, machine, memory, kept, run.time, *step_flops(config, gpus))
 
 
 def _device(machine: Machine) -> Device:
     return "cpu" if machine.is_cpu else "cuda"
 
 
-def _in_chunks(found: Findings, base: Config, given: Given, machine: Machine) -> list[Tried]:
-    """Return the fastest layout of each choice of axes with tokens sent to experts in two chunks."""
-    if ("parallel", "moe_chunks") in given:
-        return []
-    made, seen = [], set[Axes]()
-    for best in found.fitting:
-        layout = best.layout
-        if layout.axes in seen:
-            continue
-        seen.add(layout.axes)
-        if layout.ep > 1:
-            frame = _Frame(replace(layout, moe_chunks=2), base, given, machine)
-            other = frame.try_one((layout.zero, layout.recompute), layout.micro_batch, found)
-            made += [other] if other is not None and frame.fits(other) else []
-    return made
-
-
-def _leave_interrupts() -> None:
-    """Leave Ctrl-C to the process that has asked."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _in_chunks(findings: Findings, base: Config, given: Given, machine: Machine) -> list[Tried]:
+    # the fastest layout of each choice of axes with tokens sent to experts in two chunks
+    fastest: dict[Axes, ParallelPlan] = {}
+    for tried in findings.fitting:
+        fastest.setdefault(tried.layout.axes, tried.layout)
+    in_chunks = []
+    for layout in fastest.values():
+        if layout.ep > 1 and ("parallel", "moe_chunks") not in given:
+            frame = _Frame(replace(layout, moe_chunks=2), base, given, machine, findings)
+            other = frame.try_one((layout.zero, layout.recompute), layout.micro_batch)
+            in_chunks += [other] if other is not None and frame.fits(other) else []
+    return in_chunks
 
 
 class _Frame:
-    """Search over micro-batch sizes, ZeRO stages and recomputations of one layout of ``frames``."""
+    # search over micro-batch sizes, ZeRO stages and recomputations of one layout of ``frames``
 
-    def __init__(self, frame: ParallelPlan, base: Config, given: Given, machine: Machine) -> None:
-        self.frame, self.base, self.given, self.machine = frame, base, given, machine
-        self.dp = frame.dp(machine.gpus)
+    def __init__(
+        self, frame: ParallelPlan, base: Config, given: Given, machine: Machine, findings: Findings
+    ) -> None:  # fmt: skip
+        self.frame, self.base, self.given, self.machine, self.findings = frame, base, given, machine, findings
         self._known = dict[tuple[Saving, int], Tried | None]()
 
-    def fill(self, found: Findings) -> Iterable[tuple[int, ParallelPlan]]:
-        """Add the candidates that fit; yield (bytes, layout) of those tried for least memory."""
-        tries = savings(self.base, self.given, self.dp * self.frame.cp * self.frame.sp)
-        ways, sizes = most_saving(tries), list[int]()
-        for size in micro_batches(self.base, self.given, self.dp, self.frame.cp * self.frame.sp):
-            smallest = self._smallest(ways, size, found, all_of_them=not sizes)
-            yield from ((one.needs, one.layout) for one in smallest)
-            if not any(self.fits(one) for one in smallest):
+    def fill(self) -> Iterable[Tried]:
+        # adds what fits to the findings; yields what was tried for least memory
+        frame, sizes = self.frame, list[int]()
+        dp, shares = frame.dp(self.machine.gpus), frame.cp * frame.sp
+        tries = plans.savings(self.base, self.given, dp * shares)
+        ways = plans.most_saving(tries)
+        for size in plans.micro_batches(self.base, self.given, dp, shares):
+            smallest = list[Tried]()
+            for saving in ways:
+                tried = self.try_one(saving, size)
+                smallest += [] if tried is None else [tried]
+                if tried is not None and sizes and self.fits(tried):
+                    break  # of the smallest size all are tried
+            yield from smallest
+            if not any(map(self.fits, smallest)):
                 break
             sizes.append(size)
-            least = min(smallest, key=lambda one: one.needs).layout
+            least = min(smallest, key=lambda tried: tried.needs).layout
             ways.sort(key=lambda way: way != (least.zero, least.recompute))
         taken: Counter[Saving] = Counter()
         for size in reversed(sizes):
-            self._add(tries, size, found, taken, sizes[0])
+            self._add(tries, size, taken, sizes[0])
 
-    def _smallest(self, ways: list[Saving], size: int, found: Findings, *, all_of_them: bool) -> list[Tried]:
-        """Return the memory of the layouts in ``ways``; unless ``all_of_them``, stop at the first that fits."""
-        tried: list[Tried] = []
-        for saving in ways:
-            one = self.try_one(saving, size, found)
-            tried += [] if one is None else [one]
-            if one is not None and not all_of_them and self.fits(one):
-                break
-        return tried
-
-    def _add(self, tries: list[Saving], size: int, found: Findings, taken: Counter[Saving], smallest: int) -> None:
-        """Add the candidates of a micro-batch size; what does not fit with the smallest is not tried with others."""
+    def _add(self, tries: list[Saving], size: int, taken: Counter[Saving], smallest: int) -> None:
+        # what does not fit with the smallest micro-batch is not tried with others
         fits: list[Saving] = []
         for saving in tries:
-            if any(saves_no_less(other, saving) and other[0] > 0 for other in fits):
+            if any(plans.saves_no_less(other, saving) and other[0] > 0 for other in fits):
                 continue
             if taken[saving] == _SIZES:  # it fits, since larger ones did
                 fits.append(saving)
                 continue
-            least = self.try_one(saving, smallest, found)
-            tried = least if least is None or not self.fits(least) else self.try_one(saving, size, found)
+            least = self.try_one(saving, smallest)
+            tried = least if least is None or not self.fits(least) else self.try_one(saving, size)
             if tried is not None and self.fits(tried):
                 fits.append(saving)
                 taken[saving] += 1
-                found.fitting.append(tried)
+                self.findings.fitting.append(tried)
 
-    def try_one(self, saving: Saving, size: int, found: Findings) -> Tried | None:
-        """Return memory and time of one layout, computed once; None if it breaks a rule."""
-        if (saving, size) not in self._known:
-            self._known[saving, size] = self._compute(saving, size, found)
-        return self._known[saving, size]
-
-    def _compute(self, saving: Saving, size: int, found: Findings) -> Tried | None:
-        layout = ParallelPlan(**{**vars(self.frame), "zero": saving[0], "recompute": saving[1], "micro_batch": size})
-        config = layout.apply(self.base)
-        if violations(config, self.machine.gpus):
-            return None
-        found.tried += 1
-        gpus = self.machine.gpus
-        ranks = rough_ranks(config, gpus, _device(self.machine))
-        plan = max((rank.plan() for rank in ranks), key=lambda plan: plan.peak)
-        peak = with_saves(plan, config, gpus, _device(self.machine)).peak
-        seconds = max(rough_seconds(rank, self.machine) for rank in ranks)
-        return Tried(layout, config, peak + reserve(self.machine, peak, num_groups(layout, gpus)), seconds)
+    def try_one(self, saving: Saving, size: int) -> Tried | None:
+        # memory and time of one layout, computed once; None if it breaks a rule
+        if (saving, size) in self._known:
+            return self._known[saving, size]
+        layout = replace(self.frame, zero=saving[0], recompute=saving[1], micro_batch=size)
+        config, machine, tried = layout.apply(self.base), self.machine, None
+        if not violations(config, machine.gpus):
+            self.findings.tried += 1
+            ranks = rough_ranks(config, machine.gpus, _device(machine))
+            plan = max((rank.plan() for rank in ranks), key=lambda plan: plan.peak)
+            peak = with_saves(plan, config, machine.gpus, _device(machine)).peak
+            needs = peak + reserve(machine, peak, num_groups(layout, machine.gpus))
+            tried = Tried(layout, config, needs, max(rough_seconds(rank, machine) for rank in ranks))
+        self._known[saving, size] = tried
+        return tried
 
     def fits(self, tried: Tried) -> bool:
-        """Return whether a layout may fit."""
         return tried.needs * _SURE <= self.machine.memory_bytes
 
 
@@ -313,30 +298,3 @@ def num_groups(layout: ParallelPlan, gpus: int) -> int:
     of_stages = 5 * (layout.pp > 1) + 2 * (layout.ep > 1)  # each direction to each neighbour, and all stages
     sizes = (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp)
     return of_stages + sum(size > 1 for size in sizes)
-
-
-def _too_large(least: dict[Axes, tuple[int, ParallelPlan]], fitting: set[Axes], machine: Machine) -> list[Rejected]:
-    have, made = machine.memory_bytes / 2**30, []
-    for axes, (needs, layout) in sorted(least.items()):
-        if axes not in fitting:
-            how = ", ".join(layout.words(machine.gpus).split(", ")[sum(size > 1 for size in axes) :])
-            made.append(Rejected(_name(layout), f"needs {needs / 2**30:.1f} GiB of {have:.1f} at least ({how})", needs))
-    return made
-
-
-def _refused(refused: dict[str, list[ParallelPlan]]) -> list[Rejected]:
-    by_rule: dict[str, list[ParallelPlan]] = {}
-    for text, layouts in refused.items():
-        rule = text.split(": ")[0].split("; use")[0]
-        by_rule.setdefault(rule, []).extend(layouts)
-    return [Rejected(_names(layouts), rule) for rule, layouts in by_rule.items()]
-
-
-def _names(layouts: list[ParallelPlan]) -> str:
-    pairs = list(dict.fromkeys(_name(each) for each in layouts))
-    return "; ".join(pairs[:3]) + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")
-
-
-def _name(layout: ParallelPlan) -> str:
-    more = (f", cp {layout.cp}" if layout.cp > 1 else "") + (f", pp {layout.pp}" if layout.pp > 1 else "")
-    return f"tp {layout.tp}, sp {layout.sp}{more}"
