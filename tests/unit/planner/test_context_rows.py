@@ -26,6 +26,9 @@ MODEL = (
 PLAN = f"--gpus 8 --gpu h100-80g {MODEL} --tp-size 1 --sp-size 1"
 
 
+pytestmark = pytest.mark.usefixtures("rough_runs")
+
+
 def says(capsys: pytest.CaptureFixture[str], flags: str, code: int = 0) -> str:
     assert cli.main(["plan", *flags.split()]) == code
     out = capsys.readouterr()

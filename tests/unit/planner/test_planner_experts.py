@@ -18,6 +18,9 @@ SMALL = "--micro-batch-size 1 --zero-stage 1 --recompute-granularity full"
 GPU = replace(GPUS["h100-80g"], host_ms=0.0)  # so small a model would wait for Python in every layout
 
 
+pytestmark = pytest.mark.usefixtures("rough_runs")
+
+
 def found_for(flags: str, gpus: int = 4) -> Findings:
     base, given, _ = read_model(f"{MODEL} {flags}".split(), gpus, False)
     return search(base, given, Machine(GPU, gpus, 1, LINKS["nvlink4"], None, gpus, GPU.memory_bytes), finalists=2)

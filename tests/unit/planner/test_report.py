@@ -75,7 +75,7 @@ def said(flags: str, machine: Machine) -> str:
     return text(search(base, given, machine, finalists=4), base, machine, extra, 3)
 
 
-def test_the_plan_says_why() -> None:
+def test_the_plan_says_why(rough_runs: None) -> None:
     one = Machine(H100, 8, 1, LINKS["nvlink4"], None, 8, H100.memory_bytes)
     assert "sp and cp: Ulysses alone (sp 8), whose bytes" in said("--sp-size 8 --cp-size 1 --tp-size 1", one)
     alone = said("--sp-size 1 --cp-size 8 --tp-size 1", nodes())
