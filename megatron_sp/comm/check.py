@@ -82,9 +82,7 @@ class CheckedGroup:
         if x is not None:
             words += [] if send or receive else [str(tuple(x.shape))]
             words += [str(x.dtype).removeprefix("torch.")]
-        self.check(Call(" ".join(words), list(send), list(receive), _place()))
-
-    def check(self, call: Call) -> None:
+        call = Call(" ".join(words), list(send), list(receive), _place())
         self._number += 1
         self._store.set(self._key(self.rank()), json.dumps(asdict(call)))
         calls = self._calls(call)

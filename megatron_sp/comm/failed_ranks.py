@@ -58,7 +58,7 @@ class Peers:
         if len(entries) > 1:
             store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())  # has no public name
         hosts, pids, machines, stacks, attempts = (list(column) for column in zip(*entries, strict=True))
-        return cls(_told_apart(hosts, machines), pids, machines, stacks, launch.rank, max(attempts), store)
+        return cls(_number_hosts(hosts, machines), pids, machines, stacks, launch.rank, max(attempts), store)
 
     def dead_here(self, patience_s: float = 1.0) -> list[int]:
         # the ranks of this host whose process is gone; waits up to ``patience_s`` for one to end
@@ -67,12 +67,9 @@ class Peers:
             time.sleep(_POLL_S)
         return dead
 
-    def stopped_here(self) -> list[int]:
-        return [r for r in self._here() if is_stopped(self.pids[r])]
-
     def explain(self, error: BaseException, folder: Path | None = None, place: str = "") -> str:
         """Name the rank that died, was stopped or did not answer; its stacks go into ``folder``."""
-        stopped = self.stopped_here()
+        stopped = [r for r in self._here() if is_stopped(self.pids[r])]
         dead = [] if stopped else self.dead_here()
         known = f"{self._name(dead[0])} died" if dead else ""
         if stopped:
@@ -138,7 +135,7 @@ class Peers:
         return f" (its stacks are in {path})"
 
 
-def _told_apart(hosts: list[str], machines: list[str]) -> list[str]:
+def _number_hosts(hosts: list[str], machines: list[str]) -> list[str]:
     # the host names, numbered where several hosts have the same name: "node (2)"
     boots = {host: list(dict.fromkeys(m for h, m in zip(hosts, machines, strict=True) if h == host)) for host in hosts}
     return [h if len(boots[h]) == 1 else f"{h} ({boots[h].index(m) + 1})" for h, m in zip(hosts, machines, strict=True)]

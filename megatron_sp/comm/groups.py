@@ -226,18 +226,11 @@ def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str
     return by_axis
 
 
-@dataclass(frozen=True)
-class ExpertGroups:
-    """Groups of the experts of a pipeline stage (``parallel/parallel_context.py``)."""
+def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check: bool = False) -> dict[str, Group]:
+    """Make the groups of experts over dp, cp and sp, with ``over_tp`` over tp, too. Collective over all ranks.
 
-    ep: Group  # ranks that have different experts
-    replicas: Group  # ranks that have the same ones, and other tokens
-    sequence: Group  # ranks that have other positions of the same sequences
-    tokens: Group  # ranks that have other tokens: those of ``ep`` and ``replicas`` together
-
-
-def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check: bool = False) -> ExpertGroups:
-    """Make the groups of experts over dp, cp and sp, with ``over_tp`` over tp, too. Collective over all ranks."""
+    By name: ``ep`` has different experts; ``replicas``, ``sequence`` and ``tokens`` are those of ``ExpertParallel``.
+    """
     ranks, device = groups.mesh.mesh, groups.device  # [pp, dp, cp, sp, tp]
     pp_size, dp_size, tp_size = ranks.shape[0], ranks.shape[1], ranks.shape[-1]
     if over_tp:
@@ -262,7 +255,7 @@ def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check:
 
         large = {name: group for name, group in by_name.items() if group is not SINGLE_RANK}
         by_name |= check_groups(large, _DEFAULT_TIMEOUT)
-    return ExpertGroups(**by_name)
+    return by_name
 
 
 def _own_group(lines: list[list[int]], groups: ParallelGroups, device: torch.device, *, urgent: bool = False) -> Group:

@@ -71,16 +71,6 @@ class _Params(NamedTuple):
     b_proj: Tensor | None
 
 
-class _Needs(NamedTuple):
-    x: bool
-    norm_weight: bool
-    norm_bias: bool
-    w_qkv: bool
-    b_qkv: bool
-    w_proj: bool
-    b_proj: bool
-
-
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: _Options, x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -131,9 +121,10 @@ class _Backward:
         self.norm, self.params, core, self.plan, self.main_grad, _, num_passed = options
         self.core_params: Sequence[Tensor] = core.parameters
         need_x, *flags = ctx.needs_input_grad[1 : 2 + num_passed]
-        self.needs = needs = _Needs(need_x, *needed(flags, self.params))
+        self.need_x = need_x
+        self.needs: Any = (needs := _Params(*needed(flags, self.params)))  # type: ignore[arg-type]
         # the gradient of the QKV projection's input
-        self.needs_normed = needs.x or needs.norm_weight or needs.norm_bias
+        self.needs_normed = need_x or needs.norm_weight or needs.norm_bias
         self.x, *others = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # chunks let go of theirs one by one
         self.pieces = list(zip(ctx.columns, others, strict=False))
@@ -236,7 +227,7 @@ class _Backward:
         grad = reduced.wait().view(self.x.shape)
         if self.norm is None:
             return add(add(passed, grad), late), None, None
-        need = self.needs.x, self.needs.norm_weight, self.needs.norm_bias
+        need = self.need_x, self.needs.norm_weight, self.needs.norm_bias
         grad_x, *of_norm = norm_gradients(self.norm, grad, self.x, stats, need, passed, main_grad=self.main_grad)
         if late is not None and grad_x is not None:
             grad_x.add_(late)

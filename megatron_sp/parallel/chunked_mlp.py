@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from megatron_sp.ops.main_grad import MainGrad, add_column_sum, column_sum, put_
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward
 from megatron_sp.parallel.linear import multiply, norm_in_front, normed_by, rows_of
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class _ChunkedMLP(torch.autograd.Function):
         late_bias = None if plan.tp.size == 1 else params.b2
         under_way: tuple[slice, Handle] | None = None
         norm = norm_in_front(options.norm_spec, params.norm_weight, params.norm_bias)
-        for piece, entered in _entering(x, norm, plan):
+        enter = lambda piece: plan.tp.enter_async(normed_by(x[piece], norm)[0])
+        for piece, entered in _one_ahead(plan, x.shape[0], enter):
             a = entered.wait()
             inner = plan.activation.forward(_fc1(a, params.w1, params.b1))
             del a, entered
@@ -130,14 +133,12 @@ class _ChunkedMLP(torch.autograd.Function):
         return None, *_Backward(ctx, grad.contiguous()).run()
 
 
-def _entering(x: Tensor, norm: NormInFront | None, plan: MLPPlan) -> Iterator[tuple[slice, Handle]]:
-    # each chunk with the handle of its normed, gathered positions; the gather is started one chunk ahead
-    pieces = plan.pieces(x.shape[0])
-    ahead = plan.tp.parts > 1
-    coming: list[Handle] = []
+def _one_ahead(plan: MLPPlan, positions: int, enter: Callable[[slice], _T]) -> Iterator[tuple[slice, _T]]:
+    # each chunk with its gathers, which ``enter`` starts; with tp_seq one chunk ahead
+    pieces, coming = plan.pieces(positions), list[_T]()
     for index, piece in enumerate(pieces):
-        for other in pieces[index + len(coming) : index + 1 + ahead]:
-            coming.append(plan.tp.enter_async(normed_by(x[other], norm)[0]))
+        for other in pieces[index + len(coming) : index + 1 + (plan.tp.parts > 1)]:
+            coming.append(enter(other))
         yield piece, coming.pop(0)
 
 
@@ -188,13 +189,8 @@ class _Backward:
     def run(self) -> _Grads:
         plan = self.plan
         plan.tp.mark("mlp")
-        pieces, coming = plan.pieces(self.x.shape[0]), list[_Entered]()
         under_way: tuple[slice, Handle, tuple[Tensor, ...]] | None = None
-        ahead = plan.tp.parts > 1
-        for index, piece in enumerate(pieces):
-            for other in pieces[index + len(coming) : index + 1 + ahead]:
-                coming.append(self._enter(other))
-            entered = coming.pop(0)
+        for piece, entered in _one_ahead(plan, self.x.shape[0], self._enter):
             reduced, stats = self._products(entered.normed.wait(), entered.grad.wait()), entered.stats
             del entered
             if under_way is not None:

@@ -150,14 +150,9 @@ class _Message:
             ((start, stop),) = self.runs[0]
             return kv[start:stop].view(-1)
         send = empty((self.numel(kv),), dtype=kv.dtype, device=kv.device)
-        for part, rows in self._parts(send, kv):
+        for part, rows in self.parts(send, kv):
             part.copy_(rows)
         return send
-
-    def add_to(self, d_kv: Tensor, arrived: Tensor) -> None:
-        # add the gradients of a message's rows to those of all, d_kv [L, m, d + d_v]
-        for part, rows in self._parts(arrived, d_kv):
-            rows.add_(part)
 
     def rows(self, flat: Tensor, kv: Tensor) -> Rows:
         # the rows of a message as the kernels address them; ``kv`` is for the shape
@@ -168,7 +163,7 @@ class _Message:
         counts = self.num_rows
         return Rows(x, tuple(sum(counts[:sequence]) for sequence in range(sequences)), 1)
 
-    def _parts(self, flat: Tensor, kv: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def parts(self, flat: Tensor, kv: Tensor) -> list[tuple[Tensor, Tensor]]:
         # (part of the message, rows of kv [L, m, d + d_v]), run by run
         parts, start_of_run = [], 0
         by_sequence = [kv] if self.same else kv.unflatten(1, (self.columns.sequences, -1)).unbind(1)
@@ -180,9 +175,8 @@ class _Message:
         return parts
 
 
-class _Half(NamedTuple):
-    stage: Stage  # some of a stage's pieces, or all of them for one half of the heads
-    heads: int | None = None
+# some of a stage's pieces, or all of them for one half of the heads
+_Half = tuple[Stage, int | None]
 
 
 class _Tables:
@@ -215,16 +209,17 @@ class _Tables:
         # triangle cut in two takes longer than whole
         own = self.stage(self.rank)
         if by_heads and self.shifts:
-            return _Half(own, 0), _Half(own, 1)
+            return (own, 0), (own, 1)
         if self._halves is None:
             first, second = halves(own.pieces, own.window) if self.shifts else (own.pieces, ())
-            self._halves = _Half(replace(own, pieces=first, _known={})), _Half(replace(own, pieces=second, _known={}))
+            self._halves = (
+                (replace(own, pieces=first, _known={}), None),
+                (replace(own, pieces=second, _known={}), None),
+            )
         return self._halves
 
 
-@lru_cache(maxsize=64)  # of the slices of a row, in several micro-batches
-def _tables_of(plan: ContextPlan, rank: int, columns: Columns) -> _Tables:
-    return _Tables(plan, rank, columns)
+_tables_of = lru_cache(maxsize=64)(_Tables)  # of the slices of a row, in several micro-batches
 
 
 @dataclass(frozen=True)
@@ -330,7 +325,7 @@ def _backward(
     d_kv = empty(kv.shape, dtype=wide, device=kv.device).zero_() if slices is None else slices.gradient(wide)
     own, of_own = Rows.interleaved(kv, columns.sequences), Rows.interleaved(d_kv, columns.sequences)
     first, second = tables.halves(can_halve(columns, own))
-    attend_backward(kernel, first.stage, of_queries, own, d_q, of_own, columns, row_keys, first.heads)
+    attend_backward(kernel, first[0], of_queries, own, d_q, of_own, columns, row_keys, first[1])
     returning: tuple[int, Handle] | None = None
     for index, shift in enumerate(arrivals.shifts):
         source, arrived = pass_.peer(-shift), arrivals.wait(index)
@@ -345,7 +340,7 @@ def _backward(
         del d_rows
         _add_arrived(pass_, d_kv, returning)
         returning = shift, handle
-    attend_backward(kernel, second.stage, of_queries, own, d_q, of_own, columns, row_keys, second.heads)
+    attend_backward(kernel, second[0], of_queries, own, d_q, of_own, columns, row_keys, second[1])
     if pass_.cover is not None:
         pass_.cover()
     _add_arrived(pass_, d_kv, returning)
@@ -357,4 +352,6 @@ def _backward(
 def _add_arrived(pass_: _Pass, d_kv: Tensor, returning: tuple[int, Handle] | None) -> None:
     if returning is not None:
         shift, handle = returning
-        pass_.tables.message(pass_.peer(shift), pass_.cp.rank).add_to(d_kv, handle.wait())
+        message = pass_.tables.message(pass_.peer(shift), pass_.cp.rank)
+        for part, rows in message.parts(handle.wait(), d_kv):
+            rows.add_(part)

@@ -117,10 +117,8 @@ class _Params(NamedTuple):
         return ExpertWeights(self.w1, self.b1, self.w2, self.b2)
 
 
-class _Trip(NamedTuple):
-    # a chunk of tokens as backward needs it: where its rows went, and who has chosen whom
-    journey: Journey
-    choices: Choices
+# a chunk of tokens as backward needs it: where its rows went, and who has chosen whom
+_Trip = tuple[Journey, Choices]
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -174,7 +172,15 @@ class _Forward:
         counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, chunks, first and first.numbers)
         if routers is not None and first is None:
             routers.observe(plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
-        inner = None if entered is None else self._shared_fc1(entered)
+        inner: Tensor | None = None  # of the shared expert, whose first layer runs while the counts travel
+        if entered is not None:
+            assert params.shared_w1 is not None
+            a_shared = entered.wait()
+            shape = (*a_shared.shape[:-1], params.shared_w1.shape[0])
+            self.shared_wide = empty(shape, dtype=a.dtype, device=a.device)
+            multiply(rows_of(a_shared), params.shared_w1, params.shared_b1, out=rows_of(self.shared_wide))
+            del a_shared
+            inner = plan.activation.forward(self.shared_wide)
         journeys, of_experts = counts.read()
         if routers is not None and self.options.comes_again:
             assert counts.numbers is not None, "they have been read"
@@ -196,7 +202,7 @@ class _Forward:
             self.wide.append(experts_forward(rows, choices, params.experts, plan.activation, results))
             # on one rank they are computed again, with the norm; a view of nothing would keep them
             self.rows.append(arrived if plan.ep.size > 1 else arrived.new_empty(0))
-            self.trips.append(_Trip(journey, choices))
+            self.trips.append((journey, choices))
             if under_way is not None:
                 exchange.add_results(under_way[0].wait(), under_way[1], total)
             under_way = exchange.send_results(results, journey), journey
@@ -206,14 +212,6 @@ class _Forward:
         if wide != a.dtype:
             rows_of(y)[: plan.rows] += total
         return y
-
-    def _shared_fc1(self, entered: Handle) -> Tensor:
-        params = self.params
-        assert params.shared_w1 is not None
-        a = entered.wait()
-        self.shared_wide = empty((*a.shape[:-1], params.shared_w1.shape[0]), dtype=a.dtype, device=a.device)
-        multiply(rows_of(a), params.shared_w1, params.shared_b1, out=rows_of(self.shared_wide))
-        return self.plan.activation.forward(self.shared_wide)
 
     def _begin(self, inner: Tensor | None) -> Tensor:
         # the residual stream, if it is added, with the shared expert's output: [s/parts, b, h], a tensor of its own
@@ -259,7 +257,7 @@ class _Backward:
         norm = norm_in_front(self.options.norm_spec, self.params.norm_weight, self.params.norm_bias)
         grad2 = rows_of(self.grad)[: plan.rows]
         exchange = RowExchange(plan.ep, _format(grad2, self.logits, plan), len(values.w1))
-        coming = [exchange.send_grads(grad2, self.trips[0].journey)]
+        coming = [exchange.send_grads(grad2, self.trips[0][0])]
         normed, stats = normed_by(self.x, norm)
         of_shared, reduced = self._shared(normed)
         a = rows_of(normed)[: plan.rows]
@@ -271,7 +269,7 @@ class _Backward:
         for index, (journey, choices) in enumerate(self.trips):
             arrived = coming.pop().wait().view(-1, grad2.shape[1])
             if index + 1 < len(self.trips):
-                coming.append(exchange.send_grads(grad2, self.trips[index + 1].journey))
+                coming.append(exchange.send_grads(grad2, self.trips[index + 1][0]))
             rows = exchange.rows_of(self.rows[index], a, journey)
             row_grads = exchange.place_for(grad_a, journey)
             wide, experts = self.wide[index], values.experts

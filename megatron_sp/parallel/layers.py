@@ -140,15 +140,7 @@ class ParallelLinear(_Layer):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Linear layer, y = norm(x) @ W.T + b, with some rows of W on each rank."""
-
-    #          on rank r                 communication
-    # x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else replicated
-    # W_r      [out/tp, in]              none
-    # y_r      [s, b, out/tp]            none
-    #
-    # backward   dW_r = dy_r.T @ norm(all_gather(x)),  db_r = sum of dy_r
-    #            dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
+    """Linear layer, y = norm(x) @ W.T + b, with some rows of W on each rank (``linear.py``)."""
 
     def __init__(self, rows: ShardSpec, init: WeightInit, *, bias: bool, layout: ParallelContext) -> None:
         super().__init__(rows, replace(rows, shape=rows.shape[:1]) if bias else None, init, layout)
@@ -158,16 +150,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Linear layer, y = act(x) @ W.T + b, with some columns of W on each rank."""
-
-    #              on rank r                 communication
-    #     x_r      [s, b, in/tp]             none: the output of a column-parallel layer
-    #     W_r      [out, in/tp]              none
-    #     y        [s/parts, b, out]         summed over tp: reduce_scatter with --sequence-parallel, else all_reduce
-    #
-    #     backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r),  db = sum of dy
-    #
-    # The activation is recomputed in backward instead of saved.
+    """Linear layer, y = act(x) @ W.T + b, with some columns of W on each rank; act is recomputed in backward."""
 
     def __init__(
         self, in_features: int, out_features: int, init: WeightInit, *, bias: bool, layout: ParallelContext,
@@ -222,11 +205,7 @@ class VocabParallelEmbedding(_Layer):
 
 
 class ParallelLMHead:
-    """LM head over a split table."""
-
-    # forward    logits_r = x @ W_r.T + b_r; loss = log(sum over r of sums_r) - logit of the label, after two small
-    #            all_reduces: the rows' maxima, then their sums and label logits
-    # backward   dW_r = dlogits_r.T @ x, db_r = sum of dlogits_r, dx = sum over r of dlogits_r @ W_r
+    """LM head over a split table (``lm_head.py``)."""
 
     def __init__(
         self, table: VocabParallelEmbedding, *, tp: TensorParallel | None = None, bias: Tensor | None = None,

@@ -152,30 +152,26 @@ class _LMHeadLoss(torch.autograd.Function):
         weight, bias = ctx.params
         if ctx.reduced is not None:
             ctx.grad_x, ctx.reduced = ctx.reduced.wait(), None
-        x = None if ctx.grad_x is None else _scaled(ctx.grad_x, grad_sum).view(ctx.shape)
+        x = of_weight = None
+        if ctx.grad_x is not None:
+            # in the width of the loss: rounded to 16 bits, 1/tokens would change the scale of the whole model's
+            # gradient, and a loss scale would overflow
+            scaled = empty(ctx.grad_x.shape, dtype=grad_sum.dtype, device=grad_sum.device)
+            x = torch.mul(ctx.grad_x, grad_sum, out=scaled).to(ctx.grad_x.dtype).view(ctx.shape)
         if ctx.ahead is not None:
             ctx.ahead.mul_(grad_sum)
             ctx.ahead = None  # the graph lives on, and with ZeRO 2 and 3 the unit's whole gradients must not
             ctx.main_grad.finish(weight)
         of_bias = None if grad_bias is None else put_grad(ctx.main_grad, bias, grad_bias * grad_sum)
-        of_weight = None if grad_weight is None else _put_scaled(ctx.main_grad, weight, grad_weight, grad_sum)
+        if grad_weight is not None:
+            reserved = ctx.main_grad.reserve(weight) if ctx.main_grad is not None else None
+            if reserved is None:
+                of_weight = (grad_weight * grad_sum).to(weight.dtype)
+            elif reserved[1]:  # in one pass, as the first to write
+                torch.mul(grad_weight, grad_sum, out=reserved[0])
+            else:
+                reserved[0].addcmul_(grad_weight, grad_sum)
         return None, x, of_weight, of_bias, None, None
-
-
-def _scaled(grad: Tensor, grad_sum: Tensor) -> Tensor:
-    # in the width of the loss: rounded to 16 bits, 1/tokens would change the scale of the whole model's gradient, and a
-    # loss scale would overflow
-    return torch.mul(grad, grad_sum, out=empty(grad.shape, dtype=grad_sum.dtype, device=grad.device)).to(grad.dtype)
-
-
-def _put_scaled(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, grad_sum: Tensor) -> Tensor | None:
-    # into the main_grad, in one pass; returned if it goes through autograd
-    reserved = main_grad.reserve(weight) if main_grad is not None else None
-    if reserved is None:
-        return (grad * grad_sum).to(weight.dtype)
-    view, fresh = reserved
-    torch.mul(grad, grad_sum, out=view) if fresh else view.addcmul_(grad, grad_sum)
-    return None
 
 
 def _wide(x: Tensor) -> torch.dtype:

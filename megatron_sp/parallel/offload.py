@@ -124,7 +124,7 @@ class OffloadPass:
     def __init__(self, pool: ActivationOffload, shared: Iterable[Tensor]) -> None:
         self._pool = pool
         self._shared = {tensor.untyped_storage()._cdata for tensor in shared}
-        self._blocks: list[_Moved | None] = []
+        self.blocks: list[_Moved | None] = []
 
     def run(
         self, block: Callable[[Tensor], Tensor], x: Tensor, parameters: Callable[[], Iterable[Tensor]], *, last: bool
@@ -133,33 +133,23 @@ class OffloadPass:
 
         ``parameters`` is called after the block, when its parameters are still in the memory that it has read.
         """
-        index = len(self._blocks)
+        index = len(self.blocks)
         if last:
             y = block(x)
-            self._blocks.append(None)
+            self.blocks.append(None)
         else:
             with _seeing() as seen:
                 y = block(x)
             stays = self._shared | {tensor.untyped_storage()._cdata for tensor in (*parameters(), y)}
             storages = [storage for key, storage in seen.items() if key not in stays]
             seen.clear()  # the hooks live as long as what they packed
-            self._blocks.append(_Moved(self._pool, storages) if storages else None)
+            self.blocks.append(_Moved(self._pool, storages) if storages else None)
             del storages
-        if index > 0 and (before := self._blocks[index - 1]) is not None:
+        if index > 0 and (before := self.blocks[index - 1]) is not None:
             before.finish_out()
-        if (moving := self._blocks[index]) is not None:
+        if (moving := self.blocks[index]) is not None:
             moving.start_out()
-        return _BeforeBackward.apply(y, self, index) if y.requires_grad else y
-
-    def backward_begins(self, index: int) -> None:
-        # restore the tensors of block ``index``, whose backward begins, and start fetching those of the block before it
-        if (block := self._blocks[index]) is not None:
-            if block.state != "coming":
-                block.start_in()
-            block.finish_in()
-            self._blocks[index] = None
-        if index > 0 and (below := self._blocks[index - 1]) is not None and below.state != "coming":
-            below.start_in()
+        return _BeforeBackward.apply(y, self.blocks, index) if y.requires_grad else y
 
 
 @contextmanager
@@ -180,13 +170,21 @@ def _seeing() -> Iterator[dict[int, torch.UntypedStorage]]:
 
 
 class _BeforeBackward(torch.autograd.Function):
-    # the identity on a block's output; its backward restores what the block saved
+    # the identity on a block's output; its backward restores what the block saved, and starts to fetch what the one
+    # before it has saved
     @staticmethod
-    def forward(ctx: Any, y: Tensor, run: OffloadPass, index: int) -> Tensor:
-        ctx.run, ctx.index = run, index
+    def forward(ctx: Any, y: Tensor, blocks: list[_Moved | None], index: int) -> Tensor:
+        ctx.blocks, ctx.index = blocks, index
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        ctx.run.backward_begins(ctx.index)
+        blocks, index = ctx.blocks, ctx.index
+        if (block := blocks[index]) is not None:
+            if block.state != "coming":
+                block.start_in()
+            block.finish_in()
+            blocks[index] = None
+        if index > 0 and (below := blocks[index - 1]) is not None and below.state != "coming":
+            below.start_in()
         return grad, None, None

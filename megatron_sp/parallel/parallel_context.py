@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce_async
-from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
-from megatron_sp.comm.groups import expert_groups as groups_of_experts
+from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups, expert_groups
 from megatron_sp.parallel.all_to_all import AllToAllGroup
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, Sections, plan_heads
 from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
@@ -77,9 +76,9 @@ class ExpertParallel(AllToAllGroup):
         cls, groups: ParallelGroups, ep_size: int = 1, *, tp_seq: bool = False, chunks: int = 1, check: bool = False
     ) -> ExpertParallel:
         """Make the groups for ``ep_size`` ranks; ``tp_seq``: the tp ranks have different tokens. Collective."""
-        axis = groups_of_experts(groups, ep_size, over_tp=tp_seq, check=check)
+        by_name = expert_groups(groups, ep_size, over_tp=tp_seq, check=check)
         counts = tp_seq or groups.tp_rank == 0
-        return cls(axis.ep, True, None, axis.replicas, axis.sequence, axis.tokens, counts, chunks)
+        return cls(overlap=True, recorder=None, counts=counts, chunks=chunks, group=by_name.pop("ep"), **by_name)
 
 
 NO_SP, NO_CP, NO_EP = SequenceParallel(), ContextParallel(), ExpertParallel()
@@ -172,8 +171,7 @@ class SequenceCut:
 
     @cached_property
     def num_tokens(self) -> int:  # rows of ``tp_seq_slice`` that are not padding; they come first
-        rows = self.tp_seq_slice
-        return max(0, min(rows.stop, self.length) - rows.start)
+        return max(0, min(self.tp_seq_slice.stop, self.length) - self.tp_seq_slice.start)
 
     def row_of(self, position: int) -> int | None:  # of this rank's ``sp_slice``, if that has the position
         cp_rank, sp_rank, row = self.place(position)

@@ -116,17 +116,20 @@ def _one_by_one(rank: int, p: int, v: int, m: int, n: int, late: int) -> tuple[A
     return (*actions, *(Action("W", *part) for part in backward[max(0, len(backward) - late) :]))
 
 
-class _Queues:
-    """Parts that a rank has still before it; those of a stage leave in order."""
+# parts that a rank has still before it, with their numbers, by stage; those of a stage leave in order
+_Queues = dict[int, deque[tuple[int, _Part]]]
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self.of_stages: dict[int, deque[tuple[int, _Part]]] = {}
-        for index, part in enumerate(parts):
-            self.of_stages.setdefault(part.stage, deque()).append((index, part))
 
-    def heads(self) -> list[_Part]:
-        # the first part of each stage, in the order of the list
-        return [part for _, part in sorted(queue[0] for queue in self.of_stages.values() if queue)]
+def _queues(parts: Sequence[_Part]) -> _Queues:
+    of_stages: _Queues = {}
+    for index, part in enumerate(parts):
+        of_stages.setdefault(part.stage, deque()).append((index, part))
+    return of_stages
+
+
+def _heads(queues: _Queues) -> list[_Part]:
+    # the first part of each stage, in the order of the list
+    return [part for _, part in sorted(queue[0] for queue in queues.values() if queue)]
 
 
 class _Rank:
@@ -134,8 +137,8 @@ class _Rank:
 
     def __init__(self, forward: Sequence[_Part], limit: int) -> None:
         self.limit = limit  # forward passes that may have begun before the first one's W has run
-        self.forward = _Queues(forward)
-        self.backward = _Queues(sorted(forward, key=lambda part: (part.micro_batch, -part.stage)))
+        self.forward = _queues(forward)
+        self.backward = _queues(sorted(forward, key=lambda part: (part.micro_batch, -part.stage)))
         self.weights: list[_Part] = []  # put off
         self.actions: list[Action] = []
         self.left = 3 * len(forward)  # actions
@@ -146,10 +149,10 @@ class _Rank:
         self.left -= 1
         part = _Part(*action[1:])
         if action.kind == "F":
-            self.forward.of_stages[part.stage].popleft()
+            self.forward[part.stage].popleft()
             self.in_flight += 1
         elif action.kind == "B":
-            self.backward.of_stages[part.stage].popleft()
+            self.backward[part.stage].popleft()
             self.weights.append(part)
         else:
             self.weights.remove(part)
@@ -173,11 +176,11 @@ def _in_time(is_v: bool, rank_of: tuple[int, ...], p: int, m: int, costs: Costs)
         return not 0 <= neighbour < num_stages or made.get(action._replace(stage=neighbour), math.inf) <= now
 
     def next_action(rank: _Rank, now: float) -> Action | None:
-        for part in rank.backward.heads():
+        for part in _heads(rank.backward):
             action = Action("B", *part)
             if action._replace(kind="F") in made and has_input(action, now):
                 return action
-        parts = rank.forward.heads()
+        parts = _heads(rank.forward)
         for part in parts if is_v else parts[:1]:
             # in a V the way back needs room, too: without a place of its own, ranks that have begun too much wait for
             # each other

@@ -111,18 +111,15 @@ def put_grad_of_columns(
     # the weight gradient of ``project_pieces``, grad.T @ piece for each; None if it is in the main_grad
     if len(pieces) == 1:
         return put_weight_grad(main_grad, weight, grad, pieces[0][1])
-    put = partial(_put_grad_of_columns_now, main_grad, weight, grad, pieces)
+
+    def put() -> Tensor | None:
+        reserved = main_grad.reserve(weight) if main_grad is not None else None
+        view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
+        for columns, piece in pieces:
+            torch.addmm(view[:, columns], grad.t(), piece, beta=0.0 if fresh else 1.0, out=view[:, columns])
+        return view if reserved is None else None
+
     return None if main_grad is not None and main_grad.later(weight, put) else put()
-
-
-def _put_grad_of_columns_now(
-    main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[HeadColumns]
-) -> Tensor | None:
-    reserved = main_grad.reserve(weight) if main_grad is not None else None
-    view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
-    for columns, piece in pieces:
-        torch.addmm(view[:, columns], grad.t(), piece, beta=0.0 if fresh else 1.0, out=view[:, columns])
-    return view if reserved is None else None
 
 
 class RowWiseGrad:

@@ -500,7 +500,8 @@ def test_a_message_is_a_view_where_it_is_one_run_and_a_copy_elsewhere(runs: Any,
             assert torch.equal(taken, every.x[every.slice(sequence, start, stop - start)])
             at += stop - start
     total = torch.ones_like(kv)
-    message.add_to(total, flat)
+    for part, rows_of_run in message.parts(flat, total):
+        rows_of_run.add_(part)
     needed = torch.zeros(9, columns.sequences, dtype=torch.bool)
     for sequence, of_sequence in enumerate(runs):
         for start, stop in of_sequence:

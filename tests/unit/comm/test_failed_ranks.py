@@ -127,7 +127,7 @@ def test_the_stage_of_a_dead_rank_and_the_message_that_was_waited_for(dead_pid: 
 
 
 def test_hosts_of_one_name_are_numbered() -> None:
-    assert failed_ranks._told_apart(["a", "b", "a", "a", "b"], ["1", "2", "3", "1", "2"]) == ["a (1)", "b", "a (2)", "a (1)", "b"]
+    assert failed_ranks._number_hosts(["a", "b", "a", "a", "b"], ["1", "2", "3", "1", "2"]) == ["a (1)", "b", "a (2)", "a (1)", "b"]
 
 
 def test_a_zombie_has_died() -> None:
@@ -210,7 +210,7 @@ def test_a_stopped_process_is_woken_for_its_stacks() -> None:
     try:
         wait_until(lambda: is_stopped(pid))
         peers = Peers(["a"], [pid], [HERE])
-        assert peers.stopped_here() == [0] and peers.dead_here(0.0) == []
+        assert peers.dead_here(0.0) == [] and "rank 0 (pid" in peers.explain(RuntimeError("x")) and is_stopped(pid)
         descriptor = int(os.read(ours, 9))
         text = take_stack(pid, descriptor)
         assert "test_a_stopped_process_is_woken_for_its_stacks" in text and not is_stopped(pid)
