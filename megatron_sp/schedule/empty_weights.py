@@ -52,7 +52,8 @@ def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
     if empty or init:
         _initialise(model, init, {name.rpartition(".")[0] for name in empty}, group)
         tensors = dict((*model.named_parameters(), *model.named_buffers()))
-        if missing := [name for name in empty if _has_marks(tensors[name])]:
+        unmarked = lambda t: t.dtype != torch.bool and not bool((t.isnan() | (t == _mark(t))).any())
+        if missing := [name for name in empty if not unmarked(tensors[name])]:
             more = ", ..." if len(missing) > 6 else ""
             raise ConfigError(
                 f"{', '.join(missing[:6])}{more} have no contents, and their modules have no reset_parameters()"
@@ -76,10 +77,6 @@ def _mark(t: Tensor) -> float:
     if t.is_floating_point() or t.is_complex():
         return float("nan")
     return 0 if t.dtype == torch.bool else torch.iinfo(t.dtype).min
-
-
-def _has_marks(t: Tensor) -> bool:
-    return t.dtype == torch.bool or bool((t.isnan() | (t == _mark(t))).any())
 
 
 def _initialise(model: nn.Module, init: Init, empty: set[str], group: Group) -> None:

@@ -105,8 +105,7 @@ def _is_plain(value: Any) -> bool:
 def load(path: str | Path, model: nn.Module) -> tuple[list[Directive], int]:
     """Read the lines and the dim of positions from a schedule file.
 
-    Raises:
-        ConfigError: it is no schedule, a line is invalid, or it was written for another model or transformers.
+    Raises ConfigError: it is no schedule, or was written for another model or transformers.
     """
     name, file = str(path), Path(path).name
     data, numbers = _read(path)

@@ -130,7 +130,7 @@ class Schedule:
         return self
 
     def check(self, batch: Batch | None = None) -> str:
-        """Look at the lines alone, without ranks or ``batch``. Raises ConfigError: ``apply()`` would refuse them."""
+        """Look at the lines alone, without ranks. Raises ConfigError: ``apply()`` would refuse them."""
         if self.applied is not None:
             raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
@@ -256,7 +256,7 @@ class Selection:
         return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, **more)
 
     def hook(self, mode: str, fn: Callable[..., Any]) -> Selection:
-        """Register a hook of torch's at fwd_pre, fwd_post or bwd_post, for what a ``sync`` cannot do; not if tp is 1."""
+        """Register a hook of torch's (fwd_pre, fwd_post or bwd_post), unless tp is 1."""
         return self._add("hook", mode=mode, fn=fn)
 
     def vocab_parallel(self) -> Selection:
@@ -264,7 +264,7 @@ class Selection:
         return self._add("vocab_parallel")
 
     def sum_gradients(self, *names: str) -> Selection:
-        """Sum over tp the gradients of parameters that ranks have whole but use on a share of heads or positions."""
+        """Sum over tp the gradients of whole parameters that ranks use on a share of heads or positions."""
         return self._add("sum_gradients", names=list(names) or None)
 
     def checkpoint(self, policy: str | None = None) -> Selection:
@@ -276,11 +276,11 @@ class Selection:
         return self._add("replace", new=new)
 
     def rng(self, axis: str = "tp") -> Selection:
-        """Make random numbers inside differ between the ranks of an axis; "same": equal again, inside of such modules."""
+        """Make random numbers inside differ between the ranks of an axis; "same": equal again, inside of that."""
         return self._add("rng", axis=axis)
 
     def set(self, attribute: str, value: Any = None, *, divide: str | None = None) -> Selection:
-        """Set an attribute to a value, or to a function of its old value, or divide it by the size of an axis."""
+        """Set an attribute to a value or a function of its old value, or divide it by the size of an axis."""
         return self._add("set", attribute=attribute, value=value, divide=divide)
 
     def annotate(self, parameter: str, key: str, value: Any) -> Selection:

@@ -3,11 +3,9 @@
     sch = create_schedule(model)
     sch["attention.out_proj"].shard("weight", axis=1)
     sch["attention.out_proj"].sync(mode="fwd_post", sync_op_or_fn="reduce_scatter", axis=1)
-    sch["attention.resid_dropout"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1)
     model, _ = build(sch)
 
-Nothing but ``replace`` changes the model before ``build()``; gradients that are sums over the ranks are complete after
-``backward()``; ``Verify`` compares gradients, too. docs/how-to/schedule.md has all differences.
+Nothing but ``replace`` changes the model before ``build()``; docs/how-to/schedule.md has all differences.
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ _P = TypeVar("_P", bound="type[Primitive]")
 
 
 class ShardMethod:
-    """Steps around the split of a class's tensors: none here; subclasses are registered for their class."""
+    """Steps around the split of a class's tensors; subclasses are registered for it."""
 
     @staticmethod
     def preproc(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> None:
@@ -97,7 +95,41 @@ class ShardMethod:
     @staticmethod
     def sync(sch: SlapoSchedule, mode: str, sync_op_or_fn: SyncOp, **kwargs: Any) -> None:
         """Add the collective of ``sch.sync()``."""
-        sch.put_sync(mode, sync_op_or_fn, **kwargs)
+        op, where, line = sync_op_or_fn, f"sync on {sch.path}", sch.schedule[sch.path]
+        if mode not in MODES:
+            known = f"{', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
+            raise ConfigError(f"{where}: mode {mode!r} is not known, only {known}")
+        if callable(op):
+            if kwargs:
+                raise ConfigError(f"{where}: {', '.join(kwargs)} has no meaning beside a hook, which does what it does")
+            line.hook(mode, op)
+        elif op in _RESHARDS:
+            if kwargs:
+                raise ConfigError(f"{where}: {op!r} takes no {', '.join(kwargs)}: its letters say which dims are meant")
+            if mode == "bwd_post":
+                way = "the gradient goes the other way by itself"
+                raise ConfigError(f"{where}: {op!r} is for fwd_pre and fwd_post; {way}")
+            name, *dims = _RESHARDS[op] or ("",)
+            if len(dims) == 1:
+                line.sync(mode, name, axis=dims[0])
+            elif dims:
+                split, join = dims
+                exchange = lambda x, group: all_to_all(x, group, split, join)
+                exchange.__name__ = "_trade"
+                line.sync(mode, exchange, layouts=f"S({join})->S({split})")
+        else:
+            keywords = ("axis", "tensor_parallel_output_grad", "arg", "out")
+            if op not in OPS:
+                ops = f"{', '.join(OPS)}, or a function, or one of {', '.join(_RESHARDS)}"
+                raise ConfigError(f"{where}: {op!r} is not known, only {ops}")
+            if wrong := [name for name in kwargs if name not in keywords]:
+                raise ConfigError(f"{where} does not know {', '.join(wrong)}, only {', '.join(keywords)}")
+            if "tensor_parallel_output_grad" in kwargs and op != "all_gather":
+                about = "tensor_parallel_output_grad is about the gradient of all_gather"
+                raise ConfigError(f"{where}: {about}, not of {op}")
+            differs, axis = kwargs.pop("tensor_parallel_output_grad", None), kwargs.pop("axis", 0)
+            grad = None if differs is None else "reduce_scatter" if differs else "slice"
+            line.sync(mode, op, axis=None if op in ("all_reduce", "copy") else axis, grad=grad, **kwargs)
 
 
 class Primitive:
@@ -118,7 +150,7 @@ class Primitive:
 
 
 def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], _M]:
-    """Decorate a ShardMethod with its class; None, for a class that could not be imported, does nothing."""
+    """Decorate a ShardMethod with its class; None (a class that could not be imported) does nothing."""
 
     def decorate(method: _M) -> _M:
         if module_cls is None:
@@ -186,10 +218,7 @@ def reduce_backward_grad(inp: Tensor, group: Group | None = None) -> Tensor:
 
 
 def get_cuda_rng_tracker(group: Group | None = None) -> SimpleNamespace:
-    """Return an object whose ``fork()`` makes random numbers inside differ between the ranks of a group (default: all).
-
-    Despite Slapo's name, it also forks the CPU's generator. Outside, generators must be equal on all ranks.
-    """
+    """Return an object whose ``fork()`` makes random numbers inside differ between the ranks, on the CPU too."""
     return SimpleNamespace(fork=lambda: Streams().differ(group or world_group()))
 
 
@@ -282,44 +311,6 @@ class SlapoSchedule:
                 self.sync(place, op, **more)
         else:
             _method_of(self.mod).sync(self, _OLD_MODES.get(mode, mode), sync_op_or_fn, **kwargs)
-
-    def put_sync(self, mode: str, sync_op_or_fn: SyncOp, **kwargs: Any) -> None:
-        """Add the collective of ``sync`` for a class without a ShardMethod of its own."""
-        op, where, line = sync_op_or_fn, f"sync on {self.path}", self.schedule[self.path]
-        if mode not in MODES:
-            known = f"{', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
-            raise ConfigError(f"{where}: mode {mode!r} is not known, only {known}")
-        if callable(op):
-            if kwargs:
-                raise ConfigError(f"{where}: {', '.join(kwargs)} has no meaning beside a hook, which does what it does")
-            line.hook(mode, op)
-        elif op in _RESHARDS:
-            if kwargs:
-                raise ConfigError(f"{where}: {op!r} takes no {', '.join(kwargs)}: its letters say which dims are meant")
-            if mode == "bwd_post":
-                way = "the gradient goes the other way by itself"
-                raise ConfigError(f"{where}: {op!r} is for fwd_pre and fwd_post; {way}")
-            name, *dims = _RESHARDS[op] or ("",)
-            if len(dims) == 1:
-                line.sync(mode, name, axis=dims[0])
-            elif dims:
-                split, join = dims
-                exchange = lambda x, group: all_to_all(x, group, split, join)
-                exchange.__name__ = "_trade"
-                line.sync(mode, exchange, layouts=f"S({join})->S({split})")
-        else:
-            keywords = ("axis", "tensor_parallel_output_grad", "arg", "out")
-            if op not in OPS:
-                ops = f"{', '.join(OPS)}, or a function, or one of {', '.join(_RESHARDS)}"
-                raise ConfigError(f"{where}: {op!r} is not known, only {ops}")
-            if wrong := [name for name in kwargs if name not in keywords]:
-                raise ConfigError(f"{where} does not know {', '.join(wrong)}, only {', '.join(keywords)}")
-            if "tensor_parallel_output_grad" in kwargs and op != "all_gather":
-                about = "tensor_parallel_output_grad is about the gradient of all_gather"
-                raise ConfigError(f"{where}: {about}, not of {op}")
-            differs, axis = kwargs.pop("tensor_parallel_output_grad", None), kwargs.pop("axis", 0)
-            grad = None if differs is None else "reduce_scatter" if differs else "slice"
-            line.sync(mode, op, axis=None if op in ("all_reduce", "copy") else axis, grad=grad, **kwargs)
 
     def _syncs_of_early_versions(self, mode: str, kwargs: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
         # (mode, operation, keywords) that forward, backward or both stand for, after a shard of the weight
@@ -489,9 +480,9 @@ def _without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
 
 
 class Verify:
-    """Verify a schedule on copies, as a context manager; the schedule can still be built. Collective over all ranks.
+    """Verify a schedule on copies, as a context manager; it can still be built. Collective over all ranks.
 
-    ``example_inputs`` are a dict by name, or positional; ``example_outputs`` the second argument of ``loss_fn``.
+    ``example_inputs``: by name or position; ``example_outputs``: the second argument of ``loss_fn``.
     """
 
     def __init__(

@@ -54,9 +54,8 @@ class Applied:
     def complete(self, result: Any) -> Any:
         """Return the model's result with all positions, where this rank has its own only. Collective over sp and tp.
 
-        A loss of the whole result, the same on all ranks, has the right gradients; a loss of this rank's share is only
-        a part of it, and cheaper. Raises ConfigError if a plain tuple (``return_dict=False``) holds shares of
-        ``hidden_states`` or ``attentions``, which are gathered too.
+        A loss of the whole result, the same on all ranks, has the right gradients; one of this rank's share is a part
+        of it, and cheaper. Raises ConfigError if a plain tuple (``return_dict=False``) holds shares of records.
         """
         if self.ulysses is not None:  # all heads of this tp rank
             sp, grad = self.ulysses.group, self.ulysses.grad_of_whole
@@ -87,7 +86,7 @@ class Applied:
         return result if self.ulysses is None else self.ulysses.complete(result)
 
     def finish_backward(self) -> None:
-        """Sum partial gradients over tp, and all over dp and sp, once after the last backward pass of a step.
+        """Sum gradients that are partial over tp, and all over dp and sp, once after a step's last backward pass.
 
         The loss is divided by the number of tokens of all ranks. The project's own loop and ZeRO do it themselves.
         """
@@ -195,8 +194,7 @@ class Applied:
 def apply(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool = True) -> Applied:
     """Change a model as these lines specify; if anything is raised, the model is left unchanged.
 
-    Args:
-        rules: also refuse lines that cannot be meant; False: they have passed ``decide``.
+    ``rules``: refuse lines that cannot be meant; False: they have passed ``decide``.
     """
     brought = [d.args["new"] for d in directives if d.do == "replace" and isinstance(d.args["new"], nn.Module)]
     job = ApplyJob(model, directives, mesh, seq_dim)
@@ -269,7 +267,7 @@ def _line(job: ApplyJob, do: str) -> Directive | None:
 
 
 def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int) -> None:
-    """Raise ConfigError if lines are impossible, without a run: they are applied to a copy without weight values.
+    """Raise ConfigError if lines are impossible: they are applied to a copy without weight values.
 
     There is no verdict if the model, or what a line puts into it, cannot be copied so.
     """
@@ -299,7 +297,7 @@ def without_weights(model: nn.Module, buffers: bool = False) -> nn.Module:
 
 
 def without_weights_in(line: Directive) -> Directive:
-    """Return a line for such a copy: a module that it brings is copied, early exchanges are only checked."""
+    """Return a line for such a copy: modules that it brings are copied, early exchanges only checked."""
     new = line.args.get("new")
     args = {**line.args, "new": without_weights(new)} if isinstance(new, nn.Module) else line.args
     return replace(line, args={**args, "only_looks": True} if line.do == "ulysses" else args)

@@ -1,12 +1,9 @@
 """Context parallelism for transformers models: each rank has some positions, and attention sends keys and values.
 
-transformers describes a mask by a function of two positions, from which it would make a tensor [b, 1, s, s]. Here the
-function is recognised instead: causal, causal with a window, or bidirectional; with the padding mask and the packed
-documents of the batch that gives the ``RowMask`` of the plan (``parallel/context_plan.py``). A mask of another form is
-refused. Attention itself is ``parallel/context_parallel.py``, whatever implementation the model was given.
-
+transformers describes a mask by a function of two positions, which is recognised here: causal, causal with a window, or
+bidirectional; with padding and packed documents that gives the ``RowMask`` of the plan. Other masks are refused.
 Sequences are cut before the model has said what its mask is, so they are dealt as for a causal one: two chunks for each
-rank, or eight by the areas of packed documents. Other masks are right, too, with a few more pieces than they need.
+rank, or eight by the areas of packed documents. Attention itself is ``parallel/context_parallel.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ _MASKS_KEPT = 256  # for recomputation; one for each kind of layer and pass
 
 
 class _MaskNumber(Tensor):
-    """Number of a mask, in place of the tensor that a model expects; it may be moved and cast, and nothing else."""
+    """Number of a mask, in place of the tensor that a model expects; it may be moved and cast."""
 
     number: int
     why_not: str  # message for a model that wants to see values or shape, as those do that choose keys by themselves

@@ -24,7 +24,7 @@ WIDTHS = ("all_head_size", "inner_dim", "split_size")
 
 @dataclass
 class RegionLength:
-    """Number of positions of this sp rank that entered the region cut over tp, in the last pass; 0: there is none."""
+    """Positions of this sp rank that entered the region cut over tp in the last pass; 0: there is none."""
 
     positions: int = 0
 
@@ -71,7 +71,7 @@ def set_attributes(job: ApplyJob) -> None:
 
 
 def implied(job: ApplyJob) -> list[Directive]:
-    """Return lines that set counts and widths of heads, where others give the number of heads of a split layer."""
+    """Return lines that set counts and widths of heads, where others say ``heads=`` of a layer inside."""
     lines: dict[tuple[int, str], Directive] = {}
     size, said = job.tp_size, {(id(module), line.args["attribute"]) for line, _, module in job.each("set")}
     for line, path, module in job.each("shard", "column", "row") if size > 1 else ():
@@ -133,10 +133,9 @@ def register_syncs(job: ApplyJob, plan: SplitPlan) -> None:
 def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[str]]:
     """Cut the sequence over tp where regions begin, and gather it where they end.
 
-    Returns the length of what was cut, and the names of parameters whose gradients are partial: those that are whole
-    inside, and those of ``sum_gradients`` lines.
+    Returns the length of what was cut, and the names of whole parameters whose gradients are partial.
     """
-    first, length, partial = job.first_names(), RegionLength(), set[str]()
+    first, length, partial = {id(p): name for name, p in job.model.named_parameters()}, RegionLength(), set[str]()
     tp, seq_dim = job.mesh.tp, job.seq_dim
     for line, path, module in job.each("sequence") if job.tp_size > 1 else ():
         scatter = make_change({"mode": "fwd_pre", "op": "scatter"}, tp, seq_dim, path, line.where)

@@ -1,8 +1,7 @@
-"""Refusals, before and after a model is split, of what would silently give wrong results.
+"""Refusals of what would silently give wrong results: lines that cannot be meant, and uses of a split model.
 
-Before: lines that cannot be meant, as the lines and the model's modules alone show. What else may be wrong with them,
-``verify()`` measures. After: a copy would compute with the layers of the original, a second schedule would split
-shares again, and transformers' own methods would take one rank's share for the model.
+A copy would compute with the layers of the original, a second schedule would split shares again, and transformers' own
+methods would take one rank's share for the model.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Exchanges around the attention of transformers models, which they all look up in one table, and before it.
 
-A model's attention calls ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and looks up
-the one that makes its mask in ``ALL_MASK_ATTENTION_FUNCTIONS``. Modules of a model that is split over sp get those
-functions with exchanges around them, and masks of whole sequences; all other models get the originals. transformers is
-not imported here: whoever has such a model has imported it.
-
-With ``overlap_qkv``, the exchange of q, k and v starts as soon as each has been projected:
+A model's attention looks up the function that computes it, and the one that makes its mask. Modules of a model that is
+split over sp get those with exchanges around them; all other models get the originals. transformers is not imported
+here. With ``overlap_qkv``, the exchange of q, k and v starts as soon as each has been projected, in backward likewise:
 
     before:  q = x Wq    k = x Wk    v = x Wv    rotate    [ exchange q, k, v ]    attention
     now:     q = x Wq    k = x Wk    v = x Wv    rotate    [ what is left of v ]   attention
                    [ exchange q          ][ exchange k ]
-
-Backward likewise, in reverse.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _column(job: ApplyJob, path: str, module: nn.Module, kind: Kind, line: Line,
 
 @overridable
 def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
-    """Compute x @ weight.T + bias for this rank's outputs; the input's gradient is summed over ``group``."""
+    """Compute this rank's outputs; the gradient of ``x`` is summed over ``group``."""
     return column_linear(x, weight, bias, tp=NO_TP if group is None else TensorParallel(group))[0]
 
 

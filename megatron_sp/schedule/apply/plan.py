@@ -39,10 +39,6 @@ class ApplyJob:
                 first = {id(module): path for path, module in reversed(modules.items())}
                 yield from ((line, path, module) for path, module in modules.items() if first[id(module)] == path)
 
-    def first_names(self) -> dict[int, str]:
-        # of each parameter, by identity: tied parameters have several
-        return {id(p): name for name, p in self.model.named_parameters()}
-
 
 @dataclass(frozen=True)
 class Split:
@@ -53,13 +49,13 @@ class Split:
     where: str = ""  # file and line that asked for it
     copies: int = 1  # number of consecutive ranks that have the same head, if there are fewer heads than ranks
 
-    def same_as(self, other: Split) -> bool:
-        return replace(self, name="", where="") == replace(other, name="", where="")
+    def way(self) -> tuple[object, ...]:  # equal for parameters that are split alike
+        return self.dim, self.blocks, self.padded, self.copies
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The parameters that are split, and facts about the whole model that the later phases need."""
+    """Splits, and facts about the whole model that later phases need."""
 
     splits: dict[str, Split]  # by name, under all names of tied parameters
     hooked: frozenset[int]  # modules with hooks of the user's, by identity
@@ -68,12 +64,11 @@ class SplitPlan:
     counts: dict[tuple[int, str], int]
 
     def is_split(self, path: str, kind: Kind, dims: Mapping[str, int]) -> bool:
-        """Return whether a layer is split by its outputs (``dims``: ``kind.out_dims``) or inputs (``in_dims``)."""
         split = self.splits.get(joined(path, kind.main))
         return split is not None and split.dim == dims.get(kind.main, -1)
 
     def sums_itself(self, path: str, module: nn.Module) -> bool:
-        """Return whether a layer split by rows sums; an embedding leaves that to the user's hooks."""
+        """Return whether a layer split by rows sums; an embedding with hooks of the user's does not."""
         kind = find_kind(module)
         leaves_it = isinstance(module, nn.Embedding) and id(module) in self.hooked
         return kind is not None and not leaves_it and self.is_split(path, kind, kind.in_dims)
@@ -86,7 +81,7 @@ def plan_splits(job: ApplyJob) -> SplitPlan:
         for split in _splits_of_line(job, line, path, module):
             before = splits.get(split.name)
             if before is not None:
-                how = "in the same way" if before.same_as(split) else f"along {before.dim} and along {split.dim}"
+                how = "in the same way" if before.way() == split.way() else f"along {before.dim} and along {split.dim}"
                 places = f"at {before.where} and at {split.where}"
                 raise ConfigError(f"{split.name} is split twice, {how}: {places}; leave one out (E10)")
             splits[split.name] = split
@@ -208,7 +203,7 @@ def _treat_alike(model: nn.Module, splits: dict[str, Split], names: list[str]) -
     first = splits.get(names[0])
     for name in names[1:]:
         split = splits.get(name)
-        if split is first or (first is not None and split is not None and split.same_as(first)):
+        if split is first or (first is not None and split is not None and split.way() == first.way()):
             continue
         of = {n: f"split along {s.dim}" if s else "not split" for n, s in ((names[0], first), (name, split))}
         words = f"but {names[0]} is {of[names[0]]} and {name} is {of[name]}: treat both alike"

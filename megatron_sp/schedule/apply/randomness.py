@@ -1,9 +1,8 @@
 """Random numbers of ranks: dropout is the same for what every rank has whole, and differs for what is split.
 
-A module that is to differ draws one seed from torch's generator, whose state is the same on all ranks, mixes its rank
-into it, computes with generators seeded that way, and restores them. There is no state beside torch's own, so whatever
-restores that (a recomputation, a resumed run) restores everything. Inside such a module another can be made the same on
-all ranks again: dropout after a row layer's sum.
+A module that is to differ draws one seed from torch's generator, which is alike on all ranks, mixes its rank into it,
+and computes with generators seeded that way. There is no state beside torch's own, so whatever restores that (a
+recomputation, a resumed run) restores everything.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Streams:
 
     @contextmanager
     def differ(self, group: Group, over_tp: bool = True) -> Iterator[None]:
-        """Draw different numbers on each rank of the group; afterwards torch's generator has advanced by one draw."""
+        """Draw different numbers on each rank of the group; torch's generator advances by one draw."""
         seed = int(torch.randint(_LIMIT, (), dtype=torch.int64))
         if over_tp:
             self.shared.append(torch.Generator().manual_seed(seed))
@@ -63,7 +62,7 @@ class Streams:
             yield
 
     def again(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function for one recomputation: its second call shares the streams that the first one shared."""
+        """Wrap a function for one recomputation, which shares the streams that the first call shared."""
         states: list[Tensor] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +100,7 @@ def around(module: nn.Module, enter: Callable[[], Any]) -> None:
 
 
 def dropping(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules that draw random numbers, as their rates or the code of their forwards show."""
+    """Yield the paths of modules that draw random numbers, as their rates or their code show."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             rates = [module.p]
@@ -118,7 +117,7 @@ def dropping(model: nn.Module) -> Iterator[str]:
 
 
 def recompute(module: nn.Module, path: str, policy: str, where: str, streams: Streams) -> None:
-    """Replace a module's forward by one that is recomputed in backward. Raises ConfigError: the policy is unknown."""
+    """Recompute a module's forward in backward. Raises ConfigError: the policy is unknown."""
     if policy not in POLICIES:
         raise ConfigError(f"{path}: checkpoint knows the policies {', '.join(POLICIES)}, not {policy!r} ({where})")
     inner = module.forward

@@ -1,8 +1,7 @@
 """Sequences shared by the ranks of sp and cp: who has which positions, and how these are exchanged for heads.
 
-Positions are dealt to the cp ranks in runs, and a cp rank's share is cut contiguously over sp; a length that the ranks
-cannot share evenly is padded at the end. Padding travels through layers and exchanges. With cp 1 it is removed before
-attention, which never sees it; else attention's mask hides it.
+Positions are dealt to the cp ranks in runs, and a cp rank's share is cut contiguously over sp. Padding is at the end.
+With cp 1 it is removed before attention; else attention's mask hides it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Cut(NamedTuple):
     def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
         """Return this rank's positions of a whole tensor; ``fill``: of padding; None: the last position.
 
-        Backward: each rank has its positions' gradient and zeros elsewhere, to be summed as for parameters.
+        Backward gives zeros elsewhere, to be summed as for parameters.
         """
         missing = self.padded - self.length
         if missing:
@@ -79,7 +78,7 @@ class Cut(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Exchange of q, k and v to the whole sequence of some heads, and of the result back."""
+    """Exchange of q, k and v to the whole sequence of some heads, and back."""
 
     group: Group
     seq: int  # dims of the tensors that enter the attention
@@ -100,7 +99,6 @@ class Heads(NamedTuple):
         return x.repeat_interleave(ranks // have if ranks % have == 0 else queries // have, self.head)
 
     def enter(self, x: Tensor, cut: Cut) -> Tensor:
-        """Exchange some positions of all heads for all positions of some heads."""
         return self.real(all_to_all(x, self.group, self.head, self.seq), cut)
 
     def real(self, x: Tensor, cut: Cut) -> Tensor:
@@ -123,8 +121,6 @@ class Heads(NamedTuple):
 
 
 class ShareOfGradient(torch.autograd.Function):
-    """Identity in forward; in backward, one rank's share of the gradient of what all ranks compute alike."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks

@@ -1,25 +1,17 @@
 """Ulysses (arXiv:2309.14509) for foreign models: each rank has some positions, and in attention some heads.
 
-With context parallelism around it (``context.py``), or alone, for then there is one rank of Ulysses: positions are
-dealt to the cp ranks, and attention is computed over all of them.
+Context parallelism (``context.py``) deals positions to the cp ranks around it, or alone: then Ulysses has one rank.
 
-Where the sequence is cut:
+    root     the model's inputs are cut, so that a rank never has more than its positions of anything; it gets global
+             position ids, and the mask of the whole sequence. Transformers models, and others with ``inputs=``.
+    region   ``enter=`` and ``leave=``: hidden states are cut before the first block and gathered after the last.
 
-    root     the model's inputs are cut, so that a rank never has more than its positions of anything: input_ids,
-             labels, token types; it gets global position ids, and the mask is made for the whole sequence. Transformers
-             models, and others with ``inputs=``.
-    region   ``enter=`` and ``leave=``: hidden states are cut before the first block and gathered after the last:
-             everything else is computed as before, on every rank (classifiers, poolers).
+Positions are exchanged for heads around the function that a transformers model looks up (``hf_attention.py``), or
+around the modules named by ``core=``. Gradients of parameters are partial, to be summed over sp and cp as over dp; in a
+region, parameters after it get 1/(sp * cp) of theirs, which adds up to the same.
 
-Where positions are exchanged for heads: around the function that a transformers model looks up (``hf_attention.py``),
-or around the modules named by ``core=``. Gradients of parameters are partial, to be summed over sp and cp as over dp;
-nothing is averaged. In a region, parameters before it get the gradients of a rank's own positions, and those after it
-1/(sp * cp) of theirs, which adds up to the same.
-
-A loss that a transformers model computes itself becomes that of the whole sequence. For next-token losses, labels are
-shifted before they are cut (a shard's last position would have no label) and passed as ``shift_labels``, with the
-number of labels in the batch; means over labelled positions are weighted by the number of labels on each rank. Losses
-of whole sequences need a region.
+A loss that a transformers model computes itself becomes that of the whole sequence: labels of next tokens are shifted
+before they are cut, and means are weighted by the number of labels on each rank.
 """
 
 from __future__ import annotations
@@ -109,10 +101,7 @@ def require_known(method: str, options: Mapping[str, Any], known: Mapping[str, A
 class Ulysses:
     """State shared by the passes of one model, whose attention and inputs, or blocks, get hooks.
 
-    Args:
-        group: the sp ranks; a single one for a reference run, or with ``context``.
-        multiple: whole lengths are padded to a multiple of this: sp, times tp where activations are cut over that too.
-        context: attention over the cp ranks; None: there is one.
+    ``group``: the sp ranks; ``multiple``: whole lengths are padded to it; ``context``: attention over the cp ranks.
     """
 
     def __init__(

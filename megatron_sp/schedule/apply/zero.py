@@ -7,12 +7,9 @@
         zero.backward(model(**batch).loss)
         zero.step()
 
-Gradients are summed, not averaged, before they are sharded: a loss is divided by the number of tokens of all ranks.
-
-Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks), units 1, 2,
-... are the blocks. A pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the
-blocks in reverse. Parameters in another dtype (routers of transformers' mixtures) are the last unit, which is whole
-between its uses.
+Gradients are summed, not averaged. Unit 0 is everything outside of the blocks, units 1, 2, ... are the blocks: a pass
+reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the blocks in reverse. Parameters
+in another dtype (routers of transformers' mixtures) are the last unit, which is whole between its uses.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ Specs = Mapping[str, ShardSpec]
 
 
 class ZeroTraining:
-    """Optimizer of a scheduled model, which also holds its parameters and gradients.
-
-    The model is split already; its parameters become views of flat buffers.
-    """
+    """Optimizer of a scheduled model, whose parameters become views of its flat buffers."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, specs: Specs, args: Mapping[str, Any], where: str) -> None:
         stage, self.config = read(args, where)
@@ -188,7 +182,7 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
 
 
 def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
-    """Return the units; a parameter that a block shares with something else is in unit 0."""
+    """Return the units; parameters that a block shares with others are in unit 0."""
     holders: dict[int, set[int]] = {}  # parameter -> units that use it
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)

@@ -134,12 +134,11 @@ class Mesh:
 
     @property
     def is_imagined(self) -> bool:
-        """True if the mesh has sizes only, so that nothing can run on it."""
         return any(isinstance(self.group(axis), _ImaginedGroup) for axis in AXES)
 
     @property
     def replicas(self) -> tuple[Group, ...]:
-        """Groups over which, one after another, gradients are summed: dp, cp and sp, as one or each by itself."""
+        """Groups over which, one after another, gradients are summed."""
         apart = self.dp.size() * self.cp.size() * self.sp.size()
         return (self.dp_sp,) if self.dp_sp.size() == apart else (self.dp, self.cp, self.sp)
 

@@ -137,9 +137,9 @@ def _entry(module: nn.Module) -> tuple[type, Kind] | tuple[None, None]:
 
 
 def computes_as_known(module: nn.Module, *, taught: bool = True) -> bool:
-    """Return whether no subclass, wrapper or patch adds anything to the forward of a class in the table.
+    """Return whether no subclass, wrapper or patch adds to the forward of a class in the table.
 
-    Without ``taught``, of a class that no user has registered: of those, ``Kind.product`` alone is known.
+    Without ``taught``, of a class that no user has registered.
     """
     cls, _ = _entry(module)
     own = module.__dict__.get("forward", type(module).forward)

@@ -27,9 +27,9 @@ _WRITERS: dict[str, Writer] = {}
 
 
 def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
-    """Decorate a function (schedule, seq) -> ``Blocks`` that writes the lines of a family, as those below do.
+    """Decorate a function (schedule, seq) -> ``Blocks`` that writes the lines of a family.
 
-    It does not write the lines of word embeddings, output layer, ``sequence()`` and recomputation: ``auto`` adds them.
+    ``auto`` adds those of word embeddings, output layer, ``sequence()`` and recomputation.
     """
 
     def register(writer: Writer) -> Writer:
@@ -52,8 +52,7 @@ def auto(
     """Make the schedule of a model of a known family; it is not yet applied, and lines may be added.
 
     Args:
-        mesh: mesh of the job. Without one, ``tp``, ``sp`` and ``cp`` give the sizes of a schedule that is checked and
-            shown without a job; with one they must agree with it.
+        mesh: mesh of the job. Without one, ``tp``, ``sp`` and ``cp`` give the sizes of a schedule to look at.
         seq: split activations between the layers along the sequence over tp (arXiv:2205.05198).
         ulysses, context: split sequences over sp, deal them to the ranks of cp (default: if these are above 1).
         vocab: split the word embeddings and the output layer along the vocabulary.
@@ -119,7 +118,7 @@ def _vocabularies(model: Any) -> list[Any]:
 
 
 def base_of(s: Schedule) -> str:
-    """Return the prefix of the base model's modules: such as "model." in a model with a head, else empty."""
+    """Return the prefix of the base model's modules: "model." in a model with a head, else empty."""
     prefix = getattr(s.model, "base_model_prefix", "")
     return f"{prefix}." if prefix and isinstance(getattr(s.model, prefix, None), nn.Module) else ""
 
@@ -196,7 +195,7 @@ def bert(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("gpt2")
 def gpt2(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of GPT-2: one projection for q, k and v with a transposed weight (``Conv1D``)."""
+    """Write the lines of GPT-2, whose weights are transposed (``Conv1D``)."""
     config, base, ends = _begin(s, seq)
     blocks = f"{base}h.*"
     _attention(s, f"{blocks}.attn", "c_attn", "c_proj", ends, blocks=3, heads=config.n_head)
@@ -207,7 +206,7 @@ def gpt2(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("gpt_neox")
 def gpt_neox(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of GPT-NeoX (Pythia): one projection with q, k and v adjacent within each head."""
+    """Write the lines of GPT-NeoX (Pythia), with q, k and v adjacent within each head."""
     config, base, ends = _begin(s, seq)
     blocks, heads = f"{base}layers.*", config.num_attention_heads
     _attention(s, f"{blocks}.attention", "query_key_value", "dense", ends, blocks=1, heads=heads)  # cut between heads
@@ -218,7 +217,7 @@ def gpt_neox(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("llama", "mistral", "qwen2", "qwen3")
 def llama(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of Llama, and of Mistral, Qwen2 (biases at q, k, v) and Qwen3 (a norm within each head)."""
+    """Write the lines of Llama, Mistral, Qwen2 (biases) and Qwen3 (a norm within each head)."""
     config, base, ends = _begin(s, seq)
     blocks, heads, key_values = f"{base}layers.*", config.num_attention_heads, config.num_key_value_heads
     s[f"{blocks}.self_attn"].sync("fwd_pre", ends[0], arg="hidden_states")
@@ -235,7 +234,7 @@ def llama(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("opt")
 def opt(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of OPT, whose MLP is not a separate module and flattens batch and positions."""
+    """Write the lines of OPT, whose MLP flattens batch and positions."""
     config, base, ends = _begin(s, seq)
     layers, norm, rows = f"{base}decoder.layers", f"{base}decoder.final_layer_norm", 0
     blocks = f"{layers}.*"
@@ -302,7 +301,7 @@ def falcon(s: Schedule, seq: bool) -> Blocks:
 
 @register_preset("modernbert")
 def modernbert(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines of ModernBERT: fused q, k, v projection, fused gate and up of the MLP."""
+    """Write the lines of ModernBERT: fused q, k, v, fused gate and up."""
     config, base, ends = _begin(s, seq)
     blocks = f"{base}layers.*"
     _attention(s, f"{blocks}.attn", "Wqkv", "Wo", ends, blocks=3, heads=config.num_attention_heads)

@@ -1,8 +1,7 @@
 """Conversion of transformers' own tensor parallel plans (``base_model_tp_plan``, the head's ``_tp_plan``) to schedules.
 
-A plan names modules and parameters by glob, each with a style. What it does not contain, such as heads and norms within
-heads, is taken from the configuration and the modules. An unknown style is an error: a plan that is partly ignored
-would silently give wrong results. Names without a module in this configuration (another kind of layer) are ignored.
+A plan gives modules and parameters a style; heads and norms within heads are taken from the configuration. An unknown
+style is an error: a plan that is partly ignored would give wrong results. Names without a module are ignored.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Cost of a schedule for one rank: bytes of parameters and activations, and bytes sent in a step, by exchange.
 
 The split model takes a step on tensors without contents (torch's meta device), whose collectives are counted and do
-nothing, so no other ranks are needed. What a recomputed module sends again is counted where that happens. Sent bytes
-are those of ring algorithms over n ranks: an all_reduce of w bytes sends 2 (n-1)/n w, an all_gather to w bytes, or a
-reduce_scatter from w bytes, (n-1)/n w.
+nothing. Sent bytes are those of ring algorithms over n ranks: an all_reduce of w bytes sends 2 (n-1)/n w, an all_gather
+to w bytes, or a reduce_scatter from w bytes, (n-1)/n w.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _EXPERTS = ("is_transposed", "has_gate", "has_bias", "_apply_gate", "down_proj")
 
 @dataclass
 class CollectiveCost:
-    """Bytes that a rank sends in the collectives of modules whose paths differ only in numbers (stars in ``path``)."""
+    """Bytes that a rank sends in modules whose paths differ only in numbers (stars in ``path``)."""
 
     path: str
     words: str
@@ -129,10 +128,7 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
 
 
 class _Step(TorchFunctionMode):
-    """A step of a split model on the meta device, with its exchanges and the bytes that they send.
-
-    Ids, masks and buffers have values, because models look at them; what is computed with a parameter has none.
-    """
+    """A step on the meta device; ids, masks and buffers have values, because models look at them."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class Edge:
 
 @dataclass
 class Node:
-    """Module in the surveyed tree; ``paths`` are those of all modules that look like it."""
+    """Module; ``paths`` are those of all modules that look like it."""
 
     path: str
     name: str
@@ -204,7 +204,6 @@ def _edge(line: Directive, side: str, op: str, dim: int | None, why: str, tensor
 
 
 def _annotate(node: Node, module: nn.Module, lines: list[Directive], seq_dim: int) -> None:
-    """Add role, edges and notes of the lines about one module, whose parts are known."""
     split = next((p for p in node.parts if p.dim is not None), None)
     node.role = "split" if split else ""
     is_table = isinstance(module, nn.Embedding)

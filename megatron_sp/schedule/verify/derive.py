@@ -84,7 +84,7 @@ def measuring(directives: Iterable[Directive]) -> tuple[list[Directive], dict[in
 
 
 class Draws(TorchFunctionMode):
-    """Mode that finds the modules in which dropout is on, and whether its operand differs between ranks."""
+    """Mode that finds where dropout is on, and whether its operand differs between ranks."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def random_lines(model: nn.Module, directives: list[Directive], draws: Draws) -> Iterator[Directive]:
-    """Yield rng lines for modules where random numbers must differ, or be the same again inside of one."""
+    """Yield rng lines where random numbers must differ, or be the same again inside."""
     tp, sp = draws.found["tp"], draws.found["sp"]
     forks = [path for path in tp if tp[path] and not says_random(model, directives, path, "tp")]
     inside = tuple(f"{fork}." if fork else "" for fork in forks)

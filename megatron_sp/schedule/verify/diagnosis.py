@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Edge:
 
 
 class Trace:
-    """All edges of one pass, in the order of the computation; and their gradients, by place in that list."""
+    """Edges of one pass in order, and their gradients by place in that list."""
 
     def __init__(self) -> None:
         self.edges: list[Edge] = []
@@ -181,8 +181,7 @@ class Diagnosis:
         ratio = float((local.double() * reference).sum()) / squares if squares else 0.0
         large, small = round(max(ratio, 0.0)), round(1 / ratio) if ratio > 1e-3 else 0
         whole = float(large) if large > 1 else 1 / small if small > 1 else 0.0
-        least = -float(self._everywhere(torch.tensor(-whole, dtype=torch.float64), "max"))
-        return whole if self._all(whole == least and abs(ratio - whole) < 1e-3 * whole) else 0.0
+        return whole if self._all(whole == self._least(whole) and abs(ratio - whole) < 1e-3 * whole) else 0.0
 
     def _own_part(self, local: Tensor, whole: Tensor) -> tuple[Tensor | None, bool, bool]:
         # the part of the whole tensor that would be this rank's; whether it is cut over tp, and by positions
@@ -198,14 +197,14 @@ class Diagnosis:
                 whole, by_tp = whole.chunk(tp.size(), dim)[tp.rank()], tp.size() > 1
         return (whole if local.shape == whole.shape else None), by_tp, by_positions
 
-    def _everywhere(self, x: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
-        x = x.to(next(self.whole.parameters()).device)
+    def _least(self, x: float) -> float:  # on any rank
+        least = torch.tensor(x, dtype=torch.float64, device=next(self.whole.parameters()).device)
         for axis in AXES:
-            all_reduce(x, self.mesh.group(axis), op)
-        return x
+            all_reduce(least, self.mesh.group(axis), "min")
+        return float(least)
 
     def _all(self, fact: bool) -> bool:
-        return bool(self._everywhere(torch.tensor(float(fact)), "min"))
+        return bool(self._least(float(fact)))
 
     # what to say
 
@@ -311,7 +310,7 @@ class Diagnosis:
     # parameters, and models that fail
 
     def explain_gradient(self, name: str, local: Tensor, whole: Tensor) -> str:
-        """Return what is wrong with the gradient of one parameter, where all activations have the right ones.
+        """Return what is wrong with one parameter's gradient, where all activations have the right ones.
 
         ``local`` is this rank's, after all sums, with zeros for parts that others have.
         """

@@ -1,7 +1,7 @@
 """Proof of a schedule before its model is split for training: ``verify()``, once, on a small copy of the model.
 
 A small model is its own copy. Of a large one of transformers, another is made from its configuration: with as many
-heads, but narrow, and with four layers. What the lines leave open is measured on the way.
+heads, but narrow, and with four layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(
     model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any], *,
     dtype: torch.dtype = torch.float64, loss: LossOf | None = None,
 ) -> tuple[Verdict, list[Directive]]:  # fmt: skip
-    """Verify a schedule as ``verify`` does; return the verdict, and the lines with measured adjoints and rng lines."""
+    """Verify as ``verify`` does; return the verdict, and the lines with measured adjoints and rng lines."""
     written = as_said(directives)
     verdict = verify(model, written, mesh, seq_dim, batch, dtype=dtype, loss=loss)
     if not verdict.ok:
@@ -73,8 +73,8 @@ def measure(
 def prove(model: nn.Module, directives: Lines, mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None) -> Lines:
     """Verify lines before they are applied; return them with what they leave open. Collective over the mesh.
 
-    Args:
-        batch: keyword arguments of the model (default: an example, if its configuration describes its inputs).
+    ``batch``: keyword arguments of the model (default: an example, if its configuration describes its inputs).
+
     Raises:
         ConfigError: the lines are impossible, the split model fails, or something is open and cannot be measured.
         NumericsError: the split model computes something else.

@@ -36,7 +36,7 @@ _HARD_CODED = (
 
 
 class DoesNotRun(ConfigError):
-    """The split model fails where the whole one runs; ``failure``: where and how, without advice."""
+    """The split model fails where the whole one runs; ``failure``: where, without advice."""
 
     def __init__(self, failure: str, advice: str) -> None:
         super().__init__(f"{failure}\n{advice}")
