@@ -332,6 +332,20 @@ def _everywhere(config: ModelConfig) -> str:
     return config.moe_layer_freq if len(config.expert_layers(layers)) == layers else "1"
 
 
+class _NormedExperts(_Experts):
+    """Experts behind attention with norms on queries and keys, whose weights may not sum to 1."""
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        super().take_own(config, settings)
+        set_biases(config, attention=settings.get("attention_bias", bool, False), mlp=False)
+        config.qk_layernorm = True
+        config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
+
+    def more_entries(self, config: ModelConfig) -> dict[str, Any]:
+        normalizes = not config.moe_router_pre_softmax
+        return {**super().more_entries(config), "norm_topk_prob": normalizes, "attention_bias": config.qkv_bias}
+
+
 class Mixtral(_Experts):
     """Mistral with experts in all layers, whose weights sum to 1."""
 
@@ -354,7 +368,7 @@ class Mixtral(_Experts):
         return {**super().more_entries(config), "sliding_window": config.window_size}
 
 
-class Qwen3Moe(_Experts):
+class Qwen3Moe(_NormedExperts):
     """Qwen3 with experts in some or all layers, norms on query and key heads, a window in all layers or in none."""
 
     model_type, name, groups_if_absent, free = "qwen3_moe", "Qwen3Moe", 4, ("window_size",)
@@ -362,9 +376,6 @@ class Qwen3Moe(_Experts):
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         super().take_own(config, settings)
-        set_biases(config, attention=settings.get("attention_bias", bool, False), mlp=False)
-        config.qk_layernorm = True
-        config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
         if settings.get("use_sliding_window", bool, False):
             absent = "sliding_window" not in settings.document
             config.window_size = settings.count("sliding_window", 4096 if absent else None)
@@ -377,17 +388,16 @@ class Qwen3Moe(_Experts):
                                   " experts: it is not a mixture")  # fmt: skip
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
-        layers = range(config.num_layers or 0)
+        layers = config.num_layers or 0
+        dense = sorted(set(range(layers)) - set(config.expert_layers(layers)))
         window = {} if config.window_size is None else {"sliding_window": config.window_size}
         return {
-            **super().more_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
-            "decoder_sparse_step": 1, "mlp_only_layers": sorted(set(layers) - set(config.expert_layers(len(layers)))),
-            "intermediate_size": config.ffn_size, "attention_bias": config.qkv_bias,
-            "use_sliding_window": config.window_size is not None, **window,
+            **super().more_entries(config), "decoder_sparse_step": 1, "mlp_only_layers": dense,
+            "intermediate_size": config.ffn_size, "use_sliding_window": config.window_size is not None, **window,
         }  # fmt: skip
 
 
-class Olmoe(_Experts):
+class Olmoe(_NormedExperts):
     """OLMoE: experts in all layers, norms over all queries and over all keys of a token."""
 
     model_type, name, aux_coeff, eps_if_absent = "olmoe", "Olmoe", 0.01, 1e-5
@@ -396,9 +406,7 @@ class Olmoe(_Experts):
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         settings.require("clip_qkv", None, "limits queries, keys and values")
         super().take_own(config, settings)
-        set_biases(config, attention=settings.get("attention_bias", bool, False), mlp=False)
-        config.qk_layernorm, config.qk_layernorm_scope = True, "all"
-        config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
+        config.qk_layernorm_scope = "all"
 
     def wanted(self, config: ModelConfig) -> dict[str, Any]:
         assert config.hidden_size and config.num_attention_heads
@@ -406,7 +414,4 @@ class Olmoe(_Experts):
         return {**super().wanted(config), "head_dim": head_dim, "moe_layer_freq": _everywhere(config)}
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            **super().more_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
-            "attention_bias": config.qkv_bias, "clip_qkv": None,
-        }  # fmt: skip
+        return {**super().more_entries(config), "clip_qkv": None}

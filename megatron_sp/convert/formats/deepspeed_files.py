@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, attributes_of
+from megatron_sp.convert.formats.megatron_files import flattened
 from megatron_sp.convert.model import require_inside
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import read_small_file
@@ -136,7 +137,6 @@ def find(path: Path, step: int | None) -> StepFolder:
 
 
 Shapes = dict[str, tuple[int, ...]]
-_MAX_DEPTH = 16
 
 
 @dataclass
@@ -169,12 +169,12 @@ class ModelStates:
                 raise CheckpointError(f"{path} is of a mixture of experts ({name}), which cannot be converted: there is"
                                       " no such model here")  # fmt: skip
         states = cls(path, tree)
-        states.module = _flattened(tree["module"], path, {}) if tree["module"] is not None else {}
+        states.module = _weights(tree["module"], path)
         groups = tree.get("param_shapes", [])
         groups = [] if groups is None else groups if isinstance(groups, list) else [groups]
         states.groups = [_shapes(group, path) for group in groups]
         states.frozen_shapes = _shapes(tree.get("frozen_param_shapes") or {}, path)
-        states.frozen_parts = _flattened(tree.get("frozen_param_fragments") or {}, path, {})
+        states.frozen_parts = _weights(tree.get("frozen_param_fragments"), path)
         shared = tree.get("shared_params")
         shared = as_dict({} if shared is None else shared, f"{path}, shared_params")
         if not all(isinstance(a, str) and isinstance(b, str) for a, b in shared.items()):
@@ -219,21 +219,9 @@ def plain_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def _flattened(
-    value: Any, path: Path, tensors: dict[str, TensorRecord], prefix: str = "", depth: int = 0
-) -> dict[str, TensorRecord]:
-    if depth > _MAX_DEPTH:
-        raise CheckpointError(f"{path}: its weights are nested more than {_MAX_DEPTH} deep: it is damaged")
-    for key, item in as_dict(value, f"{path}, {prefix or 'module'}").items():
-        if not isinstance(key, str):
-            raise CheckpointError(f"{path}: {prefix or 'module'} has the key {str(key)[:100]!r}, which is not a name")
-        if isinstance(item, TensorRecord):
-            tensors[plain_name(prefix + key)] = item
-        elif isinstance(item, dict):
-            _flattened(item, path, tensors, f"{prefix}{key}.", depth + 1)
-        elif item is not None and not isinstance(item, bytes | Object):  # _extra_state of transformer_engine
-            raise CheckpointError(f"{path}: {prefix}{key} is {type(item).__name__} where a tensor should be")
-    return tensors
+def _weights(tree: Any, path: Path) -> dict[str, TensorRecord]:
+    tree = as_dict({} if tree is None else tree, f"{path}, module")
+    return {plain_name(name): record for name, record in flattened(path, tree).items()}
 
 
 def _shapes(value: Any, path: Path) -> Shapes:

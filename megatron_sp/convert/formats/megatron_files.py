@@ -274,7 +274,7 @@ def open_ranks(folders: list[RankFolder]) -> Opened:
             if not isinstance(tree[key], dict):
                 raise CheckpointError(f"{path}: the model must be a dict of tensors, found a"
                                       f" {type(tree[key]).__name__}")  # fmt: skip
-            flat.append((file, key, _flattened(path, tree[key], {})))
+            flat.append((file, key, flattened(path, tree[key])))
     stack = "encoder" if any("lm_head.dense.weight" in tensors for *_, tensors in flat) else "decoder"
     chunks = []
     for file, key, tensors in flat:
@@ -293,15 +293,16 @@ def open_ranks(folders: list[RankFolder]) -> Opened:
     return Opened(files, args, chunks, tp, pp, ep, is_legacy)
 
 
-def _flattened(
-    path: Path, node: Mapping[Any, Any], tensors: dict[str, TensorRecord], prefix: str = "", depth: int = 0
-) -> dict[str, TensorRecord]:
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and depth < _MAX_DEPTH:
-            _flattened(path, value, tensors, f"{name}.", depth + 1)
-        elif isinstance(value, TensorRecord):
-            if name in tensors:
-                raise CheckpointError(f"{path} has two tensors that are called {name[:200]}")
-            tensors[name] = value
+def flattened(path: Path, tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, TensorRecord]:
+    """Return the tensors in nested dicts by their names, joined with dots; what is no tensor is left out."""
+    tensors: dict[str, TensorRecord] = {}
+    for key, value in tree.items():
+        name, inside = f"{prefix}{key}", dict[str, TensorRecord]()
+        if isinstance(value, TensorRecord):
+            inside = {name: value}
+        elif isinstance(value, dict) and depth < _MAX_DEPTH:
+            inside = flattened(path, value, f"{name}.", depth + 1)
+        if twice := next(iter(inside.keys() & tensors.keys()), None):
+            raise CheckpointError(f"{path} has two tensors that are called {twice[:200]}")
+        tensors |= inside
     return tensors

@@ -136,21 +136,20 @@ _IN_LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.+)")
 
 def position(name: str, names: Names) -> tuple[int, ...]:
     """Return a key to sort the parameters of a stage by."""
-    top = _index(_TOP["legacy" if names == "legacy" else "core"], name)
-    last = (1 if name.endswith("bias") else 0,)
+    top, is_bias = _index(_TOP["legacy" if names == "legacy" else "core"], name), int(name.endswith("bias"))
     layer = _IN_LAYER.fullmatch(name)
-    if layer is not None:
-        expert, rest = _EXPERT_NAME.fullmatch(layer[2]), len(_INNER[names])
-        if expert is not None:  # grouped: the first layers of all experts come before the second ones
-            second, number = int("linear_fc2" in layer[2]), int(expert[1])
-            where = (number, second) if names == "core-local" else (second, number)
-            return (top, 0, int(layer[1]), rest + 1, *where, *last)
-        if layer[2].startswith("mlp.shared_experts."):
-            return (top, 0, int(layer[1]), rest + 2, int("linear_fc2" in layer[2]), *last)
-        return (top, 0, int(layer[1]), _index(_INNER[names], layer[2]), *last)
-    if name.startswith("embedding."):
+    if layer is None and name.startswith("embedding."):
         return (top, _index(_TABLES, name.removeprefix("embedding.")))
-    return (top, 1, 0 if ".dense." in name else 1, *last)
+    if layer is None:
+        return (top, 1, 0 if ".dense." in name else 1, is_bias)
+    inside, known, is_second = layer[2], _INNER[names], int("linear_fc2" in layer[2])
+    where: tuple[int, ...] = (_index(known, inside),)
+    if expert := _EXPERT_NAME.fullmatch(inside):  # grouped: the first layers of all experts before the second ones
+        number = int(expert[1])
+        where = (len(known) + 1, *((number, is_second) if names == "core-local" else (is_second, number)))
+    elif inside.startswith("mlp.shared_experts."):
+        where = (len(known) + 2, is_second)
+    return (top, 0, int(layer[1]), *where, is_bias)
 
 
 def registered(listed: list[str]) -> list[str]:

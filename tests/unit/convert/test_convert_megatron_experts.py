@@ -53,18 +53,6 @@ def arguments(c: ModelConfig, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def share(tensor: Tensor, name: str, c: ModelConfig, tp: int, t: int) -> Tensor:
-    """A tp rank's part of an expert's tensor, row by row."""
-    if name == "linear_fc2.bias":
-        return tensor
-    if name == "linear_fc2.weight":
-        return tensor.chunk(tp, dim=1)[t]
-    if not c.swiglu:
-        return tensor.chunk(tp)[t]
-    gate, up = tensor[: len(tensor) // 2], tensor[len(tensor) // 2 :]
-    return torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
-
-
 def with_experts(
     tree: Tree, c: ModelConfig, tensors: dict[str, Tensor], kind: Kind, t: int, first: int, ep: int, e: int, grouped: bool
 ) -> Tree:
@@ -82,13 +70,15 @@ def with_experts(
                 tree[f"{name}mlp.router.{part}"] = tensors[f"{ours}mlp.router.{part}"]
         for part in (f"linear_fc{i}.{end}" for i in (1, 2) for end in ("weight", "bias")):
             if f"{ours}mlp.shared_experts.{part}" in tensors:
-                tree[f"{name}mlp.shared_experts.{part}"] = share(tensors[f"{ours}mlp.shared_experts.{part}"], part, c, kind.tp, t).clone()
+                tree[f"{name}mlp.shared_experts.{part}"] = theirs.share(
+                    part, tensors[f"{ours}mlp.shared_experts.{part}"], c, kind, t
+                ).clone()
             if f"{ours}mlp.experts.{part}" not in tensors:
                 continue
             own = tensors[f"{ours}mlp.experts.{part}"].chunk(ep)[e]
             for number, tensor in enumerate(own):
                 theirs_name = f"{name}mlp.experts.{part}{number}" if grouped else f"{name}mlp.experts.local_experts.{number}.{part}"
-                tree[theirs_name] = share(tensor, part, c, kind.tp, t).clone()
+                tree[theirs_name] = theirs.share(part, tensor, c, kind, t).clone()
     return tree
 
 

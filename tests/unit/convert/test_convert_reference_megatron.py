@@ -1,4 +1,4 @@
-"""The reference on files of Megatron: a wrong era gives other logits, --set counts. That it gives ours, tests of reading show (--verify)."""
+"""The reference on files of Megatron: a wrong era gives other logits, --set counts. That it gives ours, tests of reading show."""
 
 from __future__ import annotations
 
