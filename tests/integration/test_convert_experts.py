@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.convert_models import Tensors
-from test_convert_transformers import llama_fields, no_network, saved  # noqa: F401
+from test_convert_transformers import llama_fields, made, no_network, saved  # noqa: F401
 from torch import Tensor
 
 from megatron_sp.commands.cli import main
@@ -35,28 +35,25 @@ def fields_of(draw: random.Random) -> dict[str, Any]:
 
 
 def mixtral(draw: random.Random) -> Any:
-    config = transformers.MixtralConfig(**fields_of(draw), num_local_experts=5, sliding_window=draw.choice([None, 5]))
-    return transformers.MixtralForCausalLM(config)
+    return made("Mixtral", **fields_of(draw), num_local_experts=5, sliding_window=draw.choice([None, 5]))
 
 
 def qwen3(draw: random.Random) -> Any:
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
-        **fields_of(draw), num_experts=5, moe_intermediate_size=7, norm_topk_prob=draw.random() < 0.5, mlp_only_layers=[],
+    return made(
+        "Qwen3Moe", **fields_of(draw), num_experts=5, moe_intermediate_size=7, norm_topk_prob=draw.random() < 0.5, mlp_only_layers=[],
         attention_bias=draw.random() < 0.5, use_sliding_window=draw.random() < 0.5, sliding_window=5,
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def qwen3_some(draw: random.Random) -> Any:
     layers: dict[str, Any] = draw.choice([{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2]}])
-    config = transformers.Qwen3MoeConfig(**fields_of(draw), num_experts=6, moe_intermediate_size=7, norm_topk_prob=True, **layers)
-    return transformers.Qwen3MoeForCausalLM(config)
+    return made("Qwen3Moe", **fields_of(draw), num_experts=6, moe_intermediate_size=7, norm_topk_prob=True, **layers)
 
 
 def olmoe(draw: random.Random) -> Any:
     fields = fields_of(draw)
     fields.pop("head_dim")
-    config = transformers.OlmoeConfig(**fields, num_experts=5, norm_topk_prob=draw.random() < 0.3, pad_token_id=None, eos_token_id=None)
-    return transformers.OlmoeForCausalLM(config)
+    return made("Olmoe", **fields, num_experts=5, norm_topk_prob=draw.random() < 0.3, pad_token_id=None, eos_token_id=None)
 
 
 FAMILIES_OF_EXPERTS = [mixtral, qwen3, qwen3_some, olmoe]

@@ -37,13 +37,18 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
+def made(kind: str, task: str = "ForCausalLM", **fields: Any) -> Any:
+    return getattr(transformers, f"{kind}{task}")(getattr(transformers, f"{kind}Config")(**fields))
+
+
 def gpt2(draw: random.Random) -> Any:
     heads = draw.choice([1, 2, 5])
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+    return made(
+        "GPT2", "LMHeadModel",
         vocab_size=draw.randint(3, 90), n_positions=draw.randint(20, 70), n_embd=heads * draw.choice([4, 6]), n_layer=draw.randint(1, 3),
         n_head=heads, n_inner=draw.choice([None, 17]), activation_function=draw.choice(["gelu_new", "gelu"]),
         layer_norm_epsilon=draw.choice([1e-5, 1e-3]), tie_word_embeddings=draw.random() < 0.5, initializer_range=0.3,
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def llama_fields(draw: random.Random) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def llama_fields(draw: random.Random) -> dict[str, Any]:
 
 
 def llama(draw: random.Random) -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_fields(draw)))
+    return made("Llama", **llama_fields(draw))
 
 
 def bert_fields(draw: random.Random) -> dict[str, Any]:
@@ -71,52 +76,44 @@ def bert_fields(draw: random.Random) -> dict[str, Any]:
 
 
 def bert(draw: random.Random) -> Any:
-    fields = bert_fields(draw)
-    fields["type_vocab_size"] = 2  # the order head wants two
-    return transformers.BertForPreTraining(transformers.BertConfig(**fields))
+    return made("Bert", "ForPreTraining", **{**bert_fields(draw), "type_vocab_size": 2})  # the order head wants two
 
 
 def bert_masked(draw: random.Random) -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**bert_fields(draw)))
+    return made("Bert", "ForMaskedLM", **bert_fields(draw))
 
 
 def bert_classifier(draw: random.Random) -> Any:
-    config = transformers.BertConfig(**bert_fields(draw), num_labels=draw.choice([1, 2, 5]))
-    return transformers.BertForSequenceClassification(config)
+    return made("Bert", "ForSequenceClassification", **bert_fields(draw), num_labels=draw.choice([1, 2, 5]))
 
 
 def megatron_bert(draw: random.Random) -> Any:
-    return transformers.MegatronBertForPreTraining(transformers.MegatronBertConfig(**{**bert_fields(draw), "type_vocab_size": 2}))
+    return made("MegatronBert", "ForPreTraining", **{**bert_fields(draw), "type_vocab_size": 2})
 
 
 def neox(draw: random.Random) -> Any:
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
-        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, max_position_embeddings=40,
-        hidden_act="gelu", use_parallel_residual=draw.random() < 0.5, initializer_range=0.3, tie_word_embeddings=False,
+    return made(
+        "GPTNeoX", vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, initializer_range=0.3,
+        max_position_embeddings=40, hidden_act="gelu", use_parallel_residual=draw.random() < 0.5, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])},
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def mistral(draw: random.Random) -> Any:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**llama_fields(draw), sliding_window=5))
+    return made("Mistral", **llama_fields(draw), sliding_window=5)
 
 
-def qwen2(draw: random.Random) -> Any:
+def qwen2(draw: random.Random, **window: Any) -> Any:
     fields = llama_fields(draw)
-    fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
+    return made("Qwen2", **{**fields, "head_dim": fields["hidden_size"] // fields["num_attention_heads"]}, **window)
 
 
 def qwen2_window(draw: random.Random) -> Any:
-    fields = llama_fields(draw)
-    fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
-    window = {"use_sliding_window": True, "sliding_window": draw.choice([4, 5]), "max_window_layers": 0}
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields, **window))
+    return qwen2(draw, use_sliding_window=True, sliding_window=4, max_window_layers=0)
 
 
 def llama3(draw: random.Random) -> Any:
-    more = {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**llama_fields(draw), **more}))
+    return made("Llama", **{**llama_fields(draw), "rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True})
 
 
 ROTARY = (llama, llama3, neox, mistral, qwen2, qwen2_window)  # whose positions transformers computes in fp32 alone

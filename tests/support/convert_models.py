@@ -17,19 +17,13 @@ from megatron_sp.convert.formats.native import Native
 from megatron_sp.convert.model import KINDS, Model, Options, parameter_shapes
 
 SIZES: dict[str, Any] = {
-    "num_layers": 3,
-    "hidden_size": 24,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 20,
-    "seq_length": 16,
-    "vocab_size": 37,
-}
+    "num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 20, "seq_length": 16, "vocab_size": 37,
+}  # fmt: skip
 GPT2: dict[str, Any] = {**SIZES, "max_position_embeddings": 16}
 LLAMA: dict[str, Any] = {
     **SIZES, "num_query_groups": 2, "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "disable_bias_linear": True, "untie_embeddings_and_output_weights": True, "norm_epsilon": 1e-6, "rotary_base": 5000.0,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
 }  # fmt: skip
 NEOX: dict[str, Any] = {
     **SIZES, "position_embedding_type": "rope", "rotary_percent": 0.4, "use_parallel_residual": True, "gelu_approximate": "none",
