@@ -173,7 +173,7 @@ def core_attention(
         if mask.key_lengths is not None or mask.bias is not None:
             return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding, and takes no bias
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        out = flash_packages.dense(kernel, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
+        out = flash_packages.attend(kernel, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
         return out.transpose(0, 1)  # [m, s, r, d_v] -> [s, m, r, d_v]
     if kernel == "sdpa":
         return _sdpa(q, k, v, mask, dropout)
@@ -283,7 +283,7 @@ def _by_piece(
     if _are_documents(pieces, each, q):  # a call for all of them, if a kernel takes packed sequences
         options: dict[str, Any] = {"causal": causal, "window": window, "dropout": dropout}
         if kernel in FLASH_NAMES:
-            return varlen(q, k, v, pieces, each, partial(flash_packages.packed, kernel, **options))
+            return varlen(q, k, v, pieces, each, partial(flash_packages.attend, kernel, **options))
         if kernel in ("sdpa", "cudnn") and torch_has_varlen(q, v):
             return varlen(q, k, v, pieces, each, partial(_flash_of_torch, **options))
 

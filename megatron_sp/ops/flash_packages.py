@@ -29,21 +29,34 @@ class FlashPackage:
     package: str  # name in ``availability``
     majors: tuple[int, ...]  # first numbers of the compute capabilities that it has kernels for
     has_dropout: bool
+    module: str  # functions under the public ones
+    forward: tuple[str, str]  # its function, and the one for packed sequences
+    backward: tuple[str, str]
+    lse: str  # the argument of backward
+    no_window: int | None  # what stands for no window
+    allocates: bool  # backward makes the gradients; else it writes into given ones
 
 
-# kernel    package         compute capability    dropout    no window       result
-# flash2    flash-attn      8.0 and later         yes        (-1, -1)        out
-# flash3    flash_attn_3    9.0                   no         (-1, -1)        out; early versions (out, log of sums)
-# flash4    flash-attn-4    9.0, 10.x to 12.x     no         (None, None)    (out, log of sums)
 # All take q [b, s, heads, d] and k, v [b, s, groups, d] with any strides but the last, align the causal mask at the
-# last query and key, and sum gradients with atomics unless ``deterministic`` is set. Arguments go by name: their
-# order grows in the middle from version to version. Lse are natural logarithms in fp32, [b, heads, s] or packed
-# [heads, tokens]; a query without keys has +inf in version 2 and -inf in 3 and 4.
+# last query and key, and sum gradients with atomics unless ``deterministic`` is set. Arguments go by name: their order
+# grows in the middle from version to version. Results are the output; or (output, log of sums) in version 4 and in
+# early ones of 3. Lse are natural logarithms in fp32, [b, heads, s] or packed [heads, tokens]; a query without keys has
+# +inf in version 2 and -inf in 3 and 4.
 PACKAGES: dict[FlashName, FlashPackage] = {
-    "flash2": FlashPackage("FlashAttention 2", "flash_attn", (8, 9, 10, 11, 12), True),
-    "flash3": FlashPackage("FlashAttention 3", "flash_attn_interface", (9,), False),
-    "flash4": FlashPackage("FlashAttention 4", "flash_attn.cute", (9, 10, 11, 12), False),
-}
+    "flash2": FlashPackage(
+        "FlashAttention 2", "flash_attn", (8, 9, 10, 11, 12), True, "flash_attn.flash_attn_interface",
+        ("_flash_attn_forward", "_flash_attn_varlen_forward"), ("_flash_attn_backward", "_flash_attn_varlen_backward"),
+        "softmax_lse", -1, False,
+    ),
+    "flash3": FlashPackage(
+        "FlashAttention 3", "flash_attn_interface", (9,), False, "flash_attn_interface", ("_flash_attn_forward",) * 2,
+        ("_flash_attn_backward",) * 2, "softmax_lse", -1, False,
+    ),
+    "flash4": FlashPackage(
+        "FlashAttention 4", "flash_attn.cute", (9, 10, 11, 12), False, "flash_attn.cute.interface",
+        ("_flash_attn_fwd",) * 2, ("_flash_attn_bwd",) * 2, "lse", None, True,
+    ),
+}  # fmt: skip
 MOST_HEAD_DIM = 256
 
 
@@ -72,28 +85,6 @@ class Pairs(NamedTuple):
         return None if self.sides == (-1, -1) else self.sides
 
 
-@dataclass(frozen=True)
-class _UnderIt:
-    module: str  # functions under a package's public ones
-    forward: tuple[str, str]  # also of those for packed sequences
-    backward: tuple[str, str]
-    lse: str  # the argument of backward
-    no_window: int | None  # what stands for no window
-    allocates: bool  # backward makes the gradients; else it writes into given ones
-
-
-_UNDER: dict[FlashName, _UnderIt] = {
-    "flash2": _UnderIt(
-        "flash_attn.flash_attn_interface", ("_flash_attn_forward", "_flash_attn_varlen_forward"),
-        ("_flash_attn_backward", "_flash_attn_varlen_backward"), "softmax_lse", -1, False,
-    ),
-    "flash3": _UnderIt(
-        "flash_attn_interface", ("_flash_attn_forward",) * 2, ("_flash_attn_backward",) * 2, "softmax_lse", -1, False,
-    ),
-    "flash4": _UnderIt(
-        "flash_attn.cute.interface", ("_flash_attn_fwd",) * 2, ("_flash_attn_bwd",) * 2, "lse", None, True,
-    ),
-}  # fmt: skip
 _OTHER_NAMES = {"is_causal": "causal"}
 # what is passed for arguments of no use here, where they have no default
 _NEUTRAL: dict[str, Any] = dict.fromkeys(
@@ -107,54 +98,42 @@ _NEUTRAL: dict[str, Any] = dict.fromkeys(
 _NEUTRAL |= {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False, "num_splits": 1}
 
 
-def dense(
-    name: FlashName, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, dropout: float
-) -> Tensor:
-    """Compute attention [b, s_q, heads, d] in bf16 or fp16; ``dropout`` is 0 for packages without."""
-    function = availability.load(PACKAGES[name].package).flash_attn_func
-    return _one_width(function, q, k, v, _options(name, causal, window, dropout))
-
-
-def packed(
-    name: FlashName, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, *, causal: bool, window: int | None,
-    dropout: float,
+def attend(
+    name: FlashName, q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None = None, longest: int = 0, *, causal: bool,
+    window: int | None, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """Compute attention [tokens, heads, d] of documents one after another; ``ends`` are int32 [n + 1], from 0."""
-    function = availability.load(PACKAGES[name].package).flash_attn_varlen_func
-    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return _one_width(function, q, k, v, {**lengths, **_options(name, causal, window, dropout)})
+    """Compute attention [b, s_q, heads, d] in bf16 or fp16, or [tokens, heads, d] of documents one after another.
 
-
-def _options(name: FlashName, causal: bool, window: int | None, dropout: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"causal": causal, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    ``ends`` of documents are int32 [n + 1], from 0; ``dropout`` is 0 for packages without.
+    """
+    flash, module = PACKAGES[name], availability.load(PACKAGES[name].package)
+    options: dict[str, Any] = {"causal": causal, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    if ends is not None:
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
     if window is not None:
-        found["window_size"] = (window - 1, 0)
-    if PACKAGES[name].has_dropout:
-        found["dropout_p"] = dropout
+        options["window_size"] = (window - 1, 0)
+    if flash.has_dropout:
+        options["dropout_p"] = dropout
     elif dropout > 0:
-        raise RuntimeError(f"{PACKAGES[name].title} has no attention dropout")
-    return found
-
-
-def _one_width(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    # the packages know heads of one width, but for some pairs of widths on some GPUs
+        raise RuntimeError(f"{flash.title} has no attention dropout")
     d_v = v.shape[-1]
-    if d_v != q.shape[-1]:
+    if d_v != q.shape[-1]:  # the packages know heads of one width, but for some pairs of widths on some GPUs
         options["softmax_scale"] = 1 / math.sqrt(q.shape[-1])
         q, k, v = same_widths(q, k, v)
-    result = function(q, k, v, **options)
+    result = (module.flash_attn_func if ends is None else module.flash_attn_varlen_func)(q, k, v, **options)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out if d_v == out.shape[-1] else out[..., :d_v]
 
 
 def forward_with_lse(
-    name: FlashName, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, scale: float | None = None
+    name: FlashName, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute attention without autograd; return it and lse, fp32 [b, heads, s_q], packed [heads, tokens].
 
     Raises RuntimeError if the package is not as it is known here (``lse_lack``).
     """
-    function, arguments = _function(name, False, pairs), _arguments(name, q, pairs, scale)
+    function = _function(name, "forward", packed=pairs.lengths is not None)
+    arguments = _arguments(name, pairs, scale)
     out, lse = _call(function, {"q": q, "k": k, "v": v, "return_lse": True, **arguments})[:2]
     shape = (q.shape[1], q.shape[0]) if pairs.lengths is not None else (q.shape[0], q.shape[2], q.shape[1])
     if not isinstance(lse, Tensor) or lse.dtype != torch.float32 or tuple(lse.shape) != shape or out.shape != q.shape:
@@ -164,17 +143,17 @@ def forward_with_lse(
 
 def backward_from_lse(
     name: FlashName, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
-    allocate: Callable[[], tuple[Tensor, Tensor, Tensor]], *, scale: float | None = None,
+    allocate: Callable[[], tuple[Tensor, Tensor, Tensor]], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k and v from any out and lse, such as those over more keys than these.
 
     ``allocate`` makes tensors for them, of which only the last stride must be 1; version 4 makes its own.
     """
-    under, function = _UNDER[name], _function(name, True, pairs)
-    arguments: dict[str, Any] = {"dout": grad, "q": q, "k": k, "v": v, "out": out, under.lse: lse.contiguous()}
-    arguments |= _arguments(name, q, pairs, scale)
+    flash, function = PACKAGES[name], _function(name, "backward", packed=pairs.lengths is not None)
+    arguments: dict[str, Any] = {"dout": grad, "q": q, "k": k, "v": v, "out": out, flash.lse: lse.contiguous()}
+    arguments |= _arguments(name, pairs, scale)
     arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    if under.allocates:
+    if flash.allocates:
         return cast("tuple[Tensor, Tensor, Tensor]", tuple(_call(function, arguments)[:3]))
     grads = allocate()
     _call(function, {**arguments, **dict(zip(("dq", "dk", "dv"), grads, strict=True))})
@@ -184,17 +163,17 @@ def backward_from_lse(
 @cache
 def lse_lack(name: FlashName) -> str:
     """Return why the package's lse cannot be used; empty if it can. That its results are right is not looked at."""
-    lacks = availability.find(PACKAGES[name].package).reason
+    flash = PACKAGES[name]
+    lacks = availability.find(flash.package).reason
     if lacks:
         return lacks
-    under = _UNDER[name]
     needed = ("q", "k", "v", "softmax_scale", "causal")
-    of_backward = (*needed, "dout", "out", under.lse, "deterministic", *(() if under.allocates else ("dq", "dk", "dv")))
+    of_backward = (*needed, "dout", "out", flash.lse, "deterministic", *(() if flash.allocates else ("dq", "dk", "dv")))
     try:
-        found = [(getattr(_module(name), n), needed) for n in under.forward]
-        found += [(getattr(_module(name), n), of_backward) for n in under.backward]
+        found = [(_function(name, "forward", packed), needed) for packed in (False, True)]
+        found += [(_function(name, "backward", packed), of_backward) for packed in (False, True)]
     except (ImportError, AttributeError) as error:
-        return f"{PACKAGES[name].title} lacks a function that gives or takes the log of the sums: {error}"
+        return f"{flash.title} lacks a function that gives or takes the log of the sums: {error}"
     for function, names in found:
         parameters = _parameters(function)
         known = {_OTHER_NAMES.get(n, n) for n in parameters}
@@ -204,24 +183,20 @@ def lse_lack(name: FlashName) -> str:
         unknown = [n for n, p in parameters.items() if p.default is p.empty and _OTHER_NAMES.get(n, n) not in given]
         if missing or unknown:
             what = f"has no argument {missing[0]}" if missing else f"wants an argument {unknown[0]}"
-            return f"{getattr(function, '__name__', under.forward[0])} of {PACKAGES[name].title} {what}"
+            return f"{getattr(function, '__name__', flash.forward[0])} of {flash.title} {what}"
     return ""
 
 
-def _module(name: FlashName) -> Any:
-    return availability.load(PACKAGES[name].package, _UNDER[name].module)
+def _function(name: FlashName, direction: Literal["forward", "backward"], packed: bool) -> Callable[..., Any]:
+    flash = PACKAGES[name]
+    names: tuple[str, str] = getattr(flash, direction)
+    return cast("Callable[..., Any]", getattr(availability.load(flash.package, flash.module), names[packed]))
 
 
-def _function(name: FlashName, backward: bool, pairs: Pairs) -> Callable[..., Any]:
-    under = _UNDER[name]
-    names = under.backward if backward else under.forward
-    return cast("Callable[..., Any]", getattr(_module(name), names[pairs.lengths is not None]))
-
-
-def _arguments(name: FlashName, q: Tensor, pairs: Pairs, scale: float | None) -> dict[str, Any]:
-    none = _UNDER[name].no_window
+def _arguments(name: FlashName, pairs: Pairs, scale: float) -> dict[str, Any]:
+    none = PACKAGES[name].no_window
     left, right = (none if side == -1 else side for side in pairs.reach() or (-1, -1))
-    found: dict[str, Any] = {"softmax_scale": scale or 1 / math.sqrt(q.shape[-1]), "causal": pairs.causal}
+    found: dict[str, Any] = {"softmax_scale": scale, "causal": pairs.causal}
     found |= {"window_size": (left, right), "window_size_left": left, "window_size_right": right}
     if pairs.lengths is not None:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -76,25 +76,27 @@ class PackageFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         if q.shape[-1] == v.shape[-1]:
-            return flash_packages.forward_with_lse(self.name, q, k, v, pairs)
-        wide_q, wide_k, wide_v = same_widths(q, k, v)
-        out, lse = flash_packages.forward_with_lse(self.name, wide_q, wide_k, wide_v, pairs, scale=_scale(q))
-        return out[..., : v.shape[-1]], lse
+            return flash_packages.forward_with_lse(self.name, q, k, v, pairs, _scale(q))
+        scale, d_v = _scale(q), v.shape[-1]
+        q, k, v = same_widths(q, k, v)
+        out, lse = flash_packages.forward_with_lse(self.name, q, k, v, pairs, scale)
+        return out[..., :d_v], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
         allocate: Callable[[], Tensors],
     ) -> Tensors:  # fmt: skip
-        if q.shape[-1] == v.shape[-1]:
-            return flash_packages.backward_from_lse(self.name, grad, q, k, v, out, lse, pairs, allocate)
-        grad, wide_q, wide_k, wide_v, out = same_widths(grad, q, k, v, out)
+        scale, d, d_v = _scale(q), q.shape[-1], v.shape[-1]
+        if d == d_v:
+            return flash_packages.backward_from_lse(self.name, grad, q, k, v, out, lse, pairs, allocate, scale)
+        grad, q, k, v, out = same_widths(grad, q, k, v, out)
 
         def allocate_wide() -> Tensors:
-            return torch.empty_like(wide_q), torch.empty_like(wide_k), torch.empty_like(wide_v)
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-        operands = grad, wide_q, wide_k, wide_v, out, lse, pairs, allocate_wide
-        of_q, of_k, of_v = flash_packages.backward_from_lse(self.name, *operands, scale=_scale(q))
-        return of_q[..., : q.shape[-1]], of_k[..., : k.shape[-1]], of_v[..., : v.shape[-1]]
+        operands = grad, q, k, v, out, lse, pairs, allocate_wide, scale
+        of_q, of_k, of_v = flash_packages.backward_from_lse(self.name, *operands)
+        return of_q[..., :d], of_k[..., :d], of_v[..., :d_v]
 
 
 def _scale(q: Tensor) -> float:
