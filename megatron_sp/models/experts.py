@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.config.schema_model import is_expert_bias
-from megatron_sp.models.transformer import mlp_linears
+from megatron_sp.models.mlp import mlp_linears
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import ExpertWeights
 from megatron_sp.ops.main_grad import MainGrad
