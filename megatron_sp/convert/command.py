@@ -98,8 +98,8 @@ def _run(args: argparse.Namespace) -> int:
         "tensors": [{"source": fate.name, "to": fate.went, "note": fate.why} for fate in model.fates],
     }  # fmt: skip
     started = time.perf_counter()
-    with Bar(target.size(model, options)) as bar:
-        convert(model, target, args.output, options, bar.advance, report, _tell)
+    with progress_bar(target.size(model, options)) as advance:
+        convert(model, target, args.output, options, advance, report, _tell)
     seconds, num_bytes = time.perf_counter() - started, target.size(model, options)
     _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s,"
           f" {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")  # fmt: skip
@@ -149,8 +149,8 @@ def _export(model: ForeignModel, args: argparse.Namespace, options: Options) -> 
     for note in model.notes:
         _tell(f"note: {note}")
     report = {"from": "megatron_sp", "input": str(args.input), "to": args.target, "megatron_sp": __version__}
-    with Bar(model.size(None, options)) as bar:
-        convert(model, model, args.output, options, bar.advance, report, _tell)
+    with progress_bar(model.size(None, options)) as advance:
+        convert(model, model, args.output, options, advance, report, _tell)
     _tell(f"{args.output}: {args.target}")
     return EXIT_OK
 
@@ -291,34 +291,25 @@ def _removed_unless_done(staging: Path) -> Iterator[None]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-class Bar:
-    """Progress display, used in a ``with`` statement."""
+@contextmanager
+def progress_bar(total: int) -> Iterator[Progress]:
+    """Yield what counts the bytes that have been written: it draws a bar, or prints a line now and then."""
+    if sys.stderr.isatty():
+        from rich import progress
+        from rich.console import Console
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done = max(1, total), 0
-        self._last = time.monotonic()
-        self._bar: Any = None
+        columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
+        with progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=max(1, total))
+            yield lambda num_bytes: bar.advance(task, num_bytes)
+        return
+    done, last = 0, time.monotonic()
 
-    def __enter__(self) -> Bar:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    def advance(num_bytes: int) -> None:
+        nonlocal done, last
+        done += num_bytes
+        if time.monotonic() - last >= _SECONDS:
+            last = time.monotonic()
+            print(f"{100 * done / max(1, total):.0f} % of {max(1, total) / 1e6:,.0f} MB", file=sys.stderr, flush=True)
 
-            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self.total)
-        return self
-
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes that have been written."""
-        self.done += num_bytes
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done)
-        elif time.monotonic() - self._last >= _SECONDS:
-            self._last = time.monotonic()
-            print(f"{100 * self.done / self.total:.0f} % of {self.total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    yield advance

@@ -188,10 +188,11 @@ class NewChunk(NamedTuple):
     rank: int = 0  # rank whose file it is written to
 
 
-class DistFolderWriter:
-    """Writer of a folder, which is no checkpoint before ``finish``; a ``with`` statement closes it."""
+class DistFolderWriter(contextlib.ExitStack):
+    """Writer of a folder, which is no checkpoint before ``finish``; a ``with`` statement closes its files."""
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__()
         self.path = Path(path)
         if (self.path / ".metadata").exists():
             raise FileExistsError(f"{self.path} has a checkpoint in it already")
@@ -199,19 +200,6 @@ class DistFolderWriter:
         self._files: dict[int, Any] = {}
         self._described: dict[str, Object] = {}
         self._stored: dict[Object, Object] = {}
-
-    def __enter__(self) -> DistFolderWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files, whatever state they are in."""
-        for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.close()
-        self._files = {}
 
     def add_tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[NewChunk]) -> None:
         """Write a tensor. Raises ValueError if the chunks do not cover it exactly once, or are not as announced."""
@@ -259,7 +247,8 @@ class DistFolderWriter:
         if name in self._described:
             raise ValueError(f"{name} is written twice")
         if rank not in self._files:
-            self._files[rank] = open(self.path / f"__{rank}_0.distcp", "xb")  # noqa: SIM115 - closed in close()
+            path = self.path / f"__{rank}_0.distcp"
+            self._files[rank] = self.enter_context(open(path, "xb"))  # noqa: SIM115 - the stack closes it
         file = self._files[rank]
         offset = file.tell()
         length = append_torch_file(file, tree)

@@ -121,16 +121,14 @@ class Share:
         shape, position = record.shape, 0
         if not shape:
             return result.copy_(record.read())
-        rows_at_once = max(1, _BLOCK // max(1, math.prod(shape[1:])))
         for first, length in self.ranges:
             count = max(0, min(length, shape[dim] - first))
-            to = result.narrow(dim, position, count)
-            start, num_rows = (first, count) if dim == 0 else (0, shape[0])
-            for row in range(0, num_rows, rows_at_once):
-                rows = min(rows_at_once, num_rows - row)
-                offset = record.offset + (start + row) * record.stride[0]
-                block = replace(record, offset=offset, shape=(rows, *shape[1:])).read()
-                to[row : row + rows] = block if dim == 0 else block.narrow(dim, first, count)
+            if dim:
+                part = record.read().narrow(dim, first, count)
+            else:  # only the rows that are needed
+                offset = record.offset + first * record.stride[0]
+                part = replace(record, offset=offset, shape=(count, *shape[1:])).read()
+            result.narrow(dim, position, count).copy_(part)
             position += length
         return result
 
