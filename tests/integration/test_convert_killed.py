@@ -19,7 +19,7 @@ from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.model import Model, parameter_shapes
 
-MOMENTS = 20
+MOMENTS = 12
 SHAPE = {**MODELS["gpt2"][0], "num_layers": 6, "hidden_size": 64, "ffn_hidden_size": 256}
 
 

@@ -49,7 +49,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "hf"
 
 
-@pytest.mark.parametrize("name", MODELS)
+ORDINARY = ("gpt2-untied", "llama-biases", "llama-3", "mistral", "qwen2-window", "neox-few-biases", "mixtral-window", "qwen3-moe-one",
+            "olmoe-heads", "bert-one-segment", "bert-classifier", "megatron-bert")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in MODELS])
 def test_there_and_back(tmp_path: Path, name: str) -> None:
     dtype = list(DTYPES.values())[sorted(MODELS).index(name) % 4]
     model = random_model(name, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_folders_of_all_shares_are_read(tmp_path: Path, shape: str, kind: Kind, 
     assert_equal(stored(tmp_path / "run"), contents(model))
 
 
-@pytest.mark.parametrize("target", ["megatron_sp", "megatron", "megatron-dist"])
+@pytest.mark.parametrize("target", ["megatron_sp", "megatron", pytest.param("megatron-dist", marks=pytest.mark.long)])
 def test_biases_of_routers_are_never_rounded(tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A run keeps them in fp32, whatever its weights are in; and the run that is made of them is one in bf16."""
     model = model_of("deepseek")
@@ -129,9 +130,13 @@ def test_biases_of_routers_are_never_rounded(tmp_path: Path, target: str, capsys
     assert state["config"]["precision"]["bf16"] is (target != "megatron_sp")
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize("names", ["core", "core-local"])
-@pytest.mark.parametrize("shape", ["mixtral", *(pytest.param(s, marks=pytest.mark.long) for s in ("deepseek", "ungated"))])
+ALWAYS = [("mixtral", "core", 2), ("mixtral", "core-local", 4)]
+EVERY = itertools.product(("mixtral", "deepseek", "ungated"), ("core", "core-local"), (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "ep"), [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.long) for case in EVERY if case not in ALWAYS)]
+)
 def test_what_is_written_is_what_megatron_writes(tmp_path: Path, shape: str, names: str, ep: int) -> None:
     model = model_of(shape)
     source = write_run(model, tmp_path / "run")
@@ -215,7 +220,7 @@ def eight_bit_states(c: ModelConfig) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "biases"])
+@pytest.mark.parametrize("shape", ["deepseek", "ungated", *(pytest.param(s, marks=pytest.mark.long) for s in ("mixtral", "every-second"))])
 def test_distributed_checkpoints(tmp_path: Path, shape: str) -> None:
     """Read from torch's own writer; written so that torch's own reader finds the same."""
     model = model_of(shape)

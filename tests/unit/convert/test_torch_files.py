@@ -84,7 +84,7 @@ leaves = st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.float
 leaves = leaves | st.binary(max_size=5)
 keys = st.text(max_size=5) | st.integers(-5, 1 << 40)
 trees = st.recursive(leaves, lambda t: st.lists(t, max_size=4) | st.dictionaries(keys, t, max_size=4) | st.tuples(t, t), max_leaves=10)
-drawn = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+drawn = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @drawn
@@ -366,7 +366,7 @@ def test_a_pickle_of_any_bytes_is_read_or_refused(tmp_path: Path) -> None:
     random, buffer = np.random.default_rng(1), io.BytesIO()
     serialization.save({"a": [torch.zeros(2), np.arange(3), argparse.Namespace(x={1})]}, buffer)
     good = zipfile.ZipFile(buffer).read("archive/data.pkl")
-    for _ in range(300):
+    for _ in range(150):
         data = bytearray(good)
         for position in random.integers(0, len(data), 3):
             data[position] = random.integers(256)
