@@ -135,8 +135,8 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     sizes += f", pp {groups.pp.size()} ({config.parallel.pipeline_kind})" if groups.pp.size() > 1 else ""
     say(
         f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers,"
-        f" {str(dtype).removeprefix('torch.')}, {num_samples} sequences of {config.model.seq_length} tokens in {per_rank}"
-        " micro-batches for each data-parallel rank"
+        f" {str(dtype).removeprefix('torch.')}, {num_samples} sequences of {config.model.seq_length} tokens in"
+        f" {per_rank} micro-batches for each data-parallel rank"
     )
     replayed = _settle_routing(config, reference, groups, per_rank, say)
     own_batches, good, pipeline = batches(groups.dp_rank), True, build_pipeline(config, groups)
