@@ -104,7 +104,16 @@ def draw(runs: list[History], axis: str, output: Path, title: str | None) -> Non
             _draw_loss(main, run, axis, colour, COLOURS[1] if len(runs) == 1 else colour)
             for panel, (key, _) in zip(panels, PANELS, strict=True):
                 panel.plot(*run.series("train", key, axis), color=colour, linewidth=0.9)
-            _mark_resumes([main, *panels], run, axis, colour if len(runs) > 1 else GREY, first=index == 0)
+            label = "resumed" if index == 0 else None  # in the legend once
+            for step in run.resumed:
+                record = run.train.get(step) or run.valid.get(step)
+                if not record:  # nothing was logged at this step: the time of the last record before it
+                    minutes = [r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step]
+                    record = {"step": step, "minutes": max(minutes, default=0.0)}
+                look = {"color": colour if len(runs) > 1 else GREY, "linewidth": 0.9, "linestyle": ":", "zorder": 0}
+                for axes in (main, *panels):
+                    axes.axvline(run.x_of(record, axis), **look, label=label)
+                    label = None
         _decorate(main, panels, axis, title or (f"{runs[0].name}" if len(runs) == 1 else "loss"))
         try:
             picture = io.BytesIO()  # drawn in memory first: a failure leaves no half of a file
@@ -130,18 +139,6 @@ def _draw_loss(axes: Any, run: History, axis: str, colour: str, valid_colour: st
         marks = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
         line = {"color": valid_colour, "linewidth": 1.0, "linestyle": (0, (4, 2)), "zorder": 3}
         axes.plot(*run.series("valid", "loss", axis), **line, **marks, label=label)
-
-
-def _mark_resumes(all_axes: list[Any], run: History, axis: str, colour: str, *, first: bool) -> None:
-    label = "resumed" if first else None  # in the legend once
-    for step in run.resumed:
-        record = run.train.get(step) or run.valid.get(step)
-        if not record:  # nothing was logged at this step: the time of the last record before it
-            minutes = [r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step]
-            record = {"step": step, "minutes": max(minutes, default=0.0)}
-        for axes in all_axes:
-            axes.axvline(run.x_of(record, axis), color=colour, linewidth=0.9, linestyle=":", zorder=0, label=label)
-            label = None
 
 
 def _decorate(main: Any, panels: list[Any], axis: str, title: str) -> None:

@@ -58,7 +58,19 @@ def shape_violations(config: Config) -> Iterator[str]:
     if hidden and model.ffn_hidden_size is None and model.ffn_size == 0:
         yield (f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size"
             f" ({hidden}), rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size")
-    yield from _heads(config)
+    groups = model.num_query_groups
+    if heads and groups and heads % groups:
+        tp = config.parallel.tensor_model_parallel_size
+        legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+        rule = f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})"
+        yield f"{rule}: {division(heads, groups)}; use {', '.join(legal)}"
+    is_rotary = model.position_embedding_type == "rope"
+    if is_rotary and not 0 < model.rotary_percent <= 1:
+        yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
+    elif is_rotary and model.knows_head_dim and (model.rotary_dim < 2 or model.rotary_dim % 2):
+        yield ("the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim"
+            f" {model.head_dim} * rotary_percent {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent"
+            " or --kv-channels")
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(model, name) >= 1:
             yield f"{name} ({getattr(model, name)}) must be in [0, 1): it is the share that is dropped"
@@ -69,24 +81,6 @@ def shape_violations(config: Config) -> Iterator[str]:
         yield (f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({length}):"
             f" raise --max-position-embeddings to {length} or leave it out")
     yield from variant_violations(model)
-
-
-def _heads(config: Config) -> Iterator[str]:
-    model = config.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if heads and groups and heads % groups:
-        tp = config.parallel.tensor_model_parallel_size
-        legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
-        rule = f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})"
-        yield f"{rule}: {division(heads, groups)}; use {', '.join(legal)}"
-    if model.position_embedding_type != "rope":
-        return
-    if not 0 < model.rotary_percent <= 1:
-        yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
-    elif model.knows_head_dim and (model.rotary_dim < 2 or model.rotary_dim % 2):
-        yield ("the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim"
-            f" {model.head_dim} * rotary_percent {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent"
-            " or --kv-channels")
 
 
 def variant_violations(model: ModelConfig) -> Iterator[str]:
@@ -100,11 +94,6 @@ def variant_violations(model: ModelConfig) -> Iterator[str]:
         elif model.normalization != "RMSNorm":
             yield (f"--qk-layernorm-scope all is for RMSNorm, and normalization is {model.normalization}: add"
                 " --normalization RMSNorm")
-    yield from _rotary(model)
-    yield from _bert(model)
-
-
-def _rotary(model: ModelConfig) -> Iterator[str]:
     is_rotary, factor = model.position_embedding_type == "rope", model.rotary_seq_len_interpolation_factor
     if is_rotary and model.rotary_base <= 0:
         yield f"rotary_base ({model.rotary_base}) must be above 0"
@@ -121,6 +110,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
     if high <= low:
         rule = f"rope_scaling_high_freq_factor ({high:g}) must be above rope_scaling_low_freq_factor ({low:g})"
         yield f"{rule}: frequencies between the two are stretched in part"
+    yield from _bert(model)
 
 
 def _bert(model: ModelConfig) -> Iterator[str]:

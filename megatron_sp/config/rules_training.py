@@ -199,7 +199,15 @@ def _learning_rate(config: Config) -> Iterator[str]:
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(opt, name) > opt.lr:
             yield f"{name} ({getattr(opt, name)}) must be at most lr ({opt.lr})"
-    yield from _decoupled_rate(opt)
+    peak, floor = opt.decoupled_lr, opt.decoupled_min_lr
+    if peak is None and floor is not None:
+        yield f"--decoupled-min-lr {floor:g} is the floor of --decoupled-lr: give that, too, or leave it out"
+    if peak is not None:
+        name, floor = ("min_lr", opt.min_lr) if floor is None else ("decoupled_min_lr", floor)
+        if floor > peak:
+            yield f"{name} ({floor}) must be at most decoupled_lr ({peak}): give --decoupled-min-lr"
+        if opt.lr_warmup_init > peak:
+            yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most decoupled_lr ({peak}): both rates begin there"
     yield from _in_tokens(config)
     if horizon_in_tokens(opt, batch) is not None:
         return
@@ -207,19 +215,6 @@ def _learning_rate(config: Config) -> Iterator[str]:
     horizon = getattr(opt, f"lr_decay_{kind}") or total
     if total is not None and horizon is not None:
         yield from _horizon(opt, kind, horizon)
-
-
-def _decoupled_rate(opt: OptimizerConfig) -> Iterator[str]:
-    peak, floor = opt.decoupled_lr, opt.decoupled_min_lr
-    if peak is None:
-        if floor is not None:
-            yield f"--decoupled-min-lr {floor:g} is the floor of --decoupled-lr: give that, too, or leave it out"
-        return
-    name, floor = ("min_lr", opt.min_lr) if floor is None else ("decoupled_min_lr", floor)
-    if floor > peak:
-        yield f"{name} ({floor}) must be at most decoupled_lr ({peak}): give --decoupled-min-lr"
-    if opt.lr_warmup_init > peak:
-        yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most decoupled_lr ({peak}): both rates begin there"
 
 
 def _horizon(opt: OptimizerConfig, kind: str, horizon: int) -> Iterator[str]:

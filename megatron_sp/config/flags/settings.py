@@ -144,8 +144,13 @@ def _value(setting: Setting, target: Target) -> Any:
         words = ()
     if target.kind.base == "bool":
         return is_on(words) != target.negated
-    if name == "window_size" and len(words) == 1:
-        words = (_window(words[0]),)
+    is_window = name == "window_size" and len(words) == 1
+    pair = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", words[0]) if is_window else None
+    if pair is not None:  # Megatron's window, the keys before and after a token's own: as the number of visible keys
+        if int(pair[1]) < 0 or int(pair[2]) != 0:
+            rule = "no token sees later ones; leave this out to see all earlier ones"
+            raise ValueError(f"expected N tokens, or Megatron's N-1,0, got '{words[0][:40]}': {rule}")
+        words = (str(int(pair[1]) + 1),)
     if name in ("split", "moe_layer_freq"):
         words = tuple(word.strip("'\" ") for word in words)  # some shells leave the quotes in the value
     try:
@@ -153,17 +158,6 @@ def _value(setting: Setting, target: Target) -> Any:
     except ValueError:
         ours = {theirs.lower(): word for theirs, word in VALUE_SPELLINGS.get(setting.name, {}).items()}
         return target.kind.parse([ours.get(word.lower(), word) for word in words])
-
-
-def _window(text: str) -> str:
-    # Megatron's window, the keys before and after a token's own such as "4095,0", as the number of visible keys
-    pair = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
-    if pair is None:
-        return text
-    if int(pair[1]) < 0 or int(pair[2]) != 0:
-        rule = "no token sees later ones; leave this out to see all earlier ones"
-        raise ValueError(f"expected N tokens, or Megatron's N-1,0, got '{text[:40]}': {rule}")
-    return str(int(pair[1]) + 1)
 
 
 # -------------------------------------------------------------------------------------------------------- a YAML file

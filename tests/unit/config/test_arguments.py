@@ -191,21 +191,6 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
     assert all(note.endswith(")") and " (" in note for note in config.ignored_flags)
 
 
-@pytest.mark.parametrize("more", [
-    "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
-    "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3", "--num-experts 8 --moe-input-jitter-eps 0.01",
-    "--num-experts 8 --mlp-type residual", "--optimizer muon", "--position-embedding-type yarn", "--tokenizer-type TikTokenizer",
-    "--retro-project-dir x", "--standalone-embedding-stage", "--ckpt-convert-format torch", "--compression-training",
-    "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
-    "--decrease-batch-size-if-needed", "--init-method-xavier-uniform",
-    "--yaml-cfg x.yaml",
-])  # fmt: skip
-def test_what_would_change_the_result_is_refused(more: str) -> None:
-    text = error(more)
-    assert "is unknown" not in text
-    assert "not supported" in text or "must be" in text
-
-
 def test_no_name_is_in_two_tables() -> None:
     tables = [set(targets()), set(dialect.REWRITTEN), set(dialect.IGNORED_SWITCHES), set(dialect.IGNORED_VALUES), set(dialect.REFUSED)]
     names = [name for table in tables for name in table]

@@ -145,17 +145,8 @@ POD = ("spec", "pytorchReplicaSpecs", "Master", "template", "spec")
 
 @pytest.mark.parametrize("kind, number, wrong", [
     ("trainjob", 1, change("spec", "numNodes", to=2)),
-    ("trainjob", 1, change("spec", "trainer", "numProcPerNode", to="8")),
-    ("trainjob", 1, change("spec", "trainer", "args", 0, to=7)), ("trainjob", 1, change("spec", "runtimeRef", "name")),
-    ("trainjob", 1, change("spec", "podTemplateOverrides", to=[])),
-    ("trainjob", 0, change("spec", "mlPolicy", "torch", "numProcPerNode", to="auto")),
-    ("trainjob", 0, change("spec", "template", "spec", "failurePolicy", "maxRestart", to=3)),
     ("trainjob", 0, change(*JOB, "podFailurePolicy", "rules", 0, "onExitCodes", "values", to="2")),
     ("trainjob", 0, change(*JOB, "template", "spec", "terminationGracePeriod", to=300)),
-    ("trainjob", 0, change(*JOB, "template", "spec", "volumes", 1, "emptyDir", "size", to="1Gi")),
-    ("pytorchjob", 0, change("spec", "nprocPerNode", to=8)),
-    ("pytorchjob", 0, change("spec", "pytorchReplicaSpecs", "Master", "replicas", to=2)),
-    ("pytorchjob", 0, change("spec", "pytorchReplicaSpecs", "Master", "restartPolicy", to="OnError")),
     ("pytorchjob", 0, change(*POD, "containers", 0, "name", to="node")),
     ("pytorchjob", 0, change(*POD, "containers", 0, "resources", "limit", to={})),
 ])  # fmt: skip
