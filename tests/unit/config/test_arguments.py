@@ -114,56 +114,6 @@ def test_several_mistakes_in_one_message() -> None:
 # ---------------------------------------------------------------------------------------------------------------- dialects
 
 
-@pytest.mark.parametrize(("more", "field", "value"), [
-    ("--num-key-value-heads 2", "model.num_query_groups", 2),
-    ("--use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
-    ("--no-position-embedding", "model.position_embedding_type", "none"),
-    ("--no-position-embedding --use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
-    ("--use-rotary-position-embeddings --no-position-embedding", "model.position_embedding_type", "rope"),
-    ("--position-embedding-type rope --rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
-    ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
-    ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "model.rope_scaling_factor", 32.0),
-    ("--position-embedding-type rope --use-rope-scaling --rope-scaling-original-max-position-embeddings 4096",
-        "model.rope_scaling_original_length", 4096), ("--window-size 4096", "model.window_size", 4096),
-    ("--window-size 4095,0", "model.window_size", 4096), ("--window-size (127,0)", "model.window_size", 128),
-    ("--window-size 0,0", "model.window_size", 1), ("--layernorm-epsilon 1e-6", "model.norm_epsilon", 1e-6),
-    ("--no-bias-gelu-fusion", "model.gelu_approximate", "none"),
-    ("--no-bias-gelu-fusion --openai-gelu", "model.gelu_approximate", "tanh"),
-    ("--openai-gelu --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"),
-    ("--gelu-approximate tanh --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"), ("", "model.activation", "gelu_tanh"),
-    ("--disable-bias-linear", "model.activation", "gelu"),
-    ("--disable-bias-linear --add-mlp-bias", "model.activation", "gelu_tanh"),
-    ("--disable-bias-linear --openai-gelu", "model.activation", "gelu_tanh"),
-    ("--disable-bias-linear --geglu", "model.activation", "geglu_tanh"), ("--model-family bert", "model.activation", "gelu_tanh"),
-    ("--model-family bert", "model.bert_head_activation", "gelu"),
-    ("--model-family bert --disable-bias-linear", "model.gelu_approximate", "none"),
-    ("--model-family bert --openai-gelu", "model.bert_head_activation", "gelu_tanh"),
-    ("--model-family bert --openai-gelu --bert-head-activation gelu", "model.bert_head_activation", "gelu"),
-    ("--bf16 --use-flash-attn-v2", "kernels.attention_backend", "flash"),
-    ("--bf16 --use-flash-attn", "kernels.attention_backend", "flash"),
-    ("--checkpoint-activations", "kernels.recompute_method", "uniform"),
-    ("--checkpoint-activations --checkpoint-num-layers 2", "kernels.recompute_num_layers", 2),
-    ("--activations-checkpoint-method block --checkpoint-num-layers 1", "kernels.recompute_method", "block"),
-    ("--load x --override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
-    ("--load x --override-opt-param-scheduler", "optimizer.override_opt_param_scheduler", True),
-    ("--load x --use-checkpoint-opt_param-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
-    ("--load x --override-lr-scheduler", "optimizer.override_opt_param_scheduler", True), ("--profile pt", "logging.profile", True),
-    ("--profile", "logging.profile", True),
-    ("--load x --load-tag global_step100", "checkpoint.ckpt_step", 100),
-    ("--load x --load-tag global_step0_universal", "checkpoint.ckpt_step", 0),
-    ("--profile pt --profile_steps 2,3", "logging.profile_step_end", 3),
-    ("--encoder-seq-length 16 --encoder-num-layers 7", "model.seq_length", 16),
-    ("--save x --save-retain-interval 100", "checkpoint.keep_every", 100),
-    ("--ds-sequence-parallel-size 1", "parallel.sequence_parallel_size", 1),
-    ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model m", "data.tokenizer_type", "SentencePieceTokenizer"),
-])  # fmt: skip
-def test_other_spellings(more: str, field: str, value: object) -> None:
-    group, _, name = field.partition(".")
-    config = parse(more)
-    assert getattr(getattr(config, group), name) == value
-    assert config.ignored_flags == ()
-
-
 def test_split_with_blanks() -> None:
     assert split_bounds(draft_config(["--split", "969, 30, 1"])[0].data.split, 1000) == [(0, 969), (969, 999), (999, 1000)]
 

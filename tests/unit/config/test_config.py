@@ -45,19 +45,12 @@ def test_the_sound_configuration_is_sound() -> None:
     validate(config(), 8)
 
 
-def _steps(schedule: str, micro: int = 1) -> dict[str, Any]:
-    return {"step_batch_size_schedule": (schedule,), "micro_batch_size": micro}
-
-
-def _curriculum(words: tuple[str, ...] = ("fixed_linear", "8", "32", "9", "4"), **more: Any) -> dict[str, Any]:
-    return {"seq_length_curriculum": words, **more}
-
-
 # what cannot be said by words alone, for it is about a field that is not set; the others are in messages.txt
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": None}, "--num-layers is required"),
     ({"num_layers": None, "seq_length": None}, "--num-layers, --seq-length are required"),
-    (_curriculum(train_iters=None, train_tokens=90, weight_decay_incr_style="linear", start_weight_decay=0.1, end_weight_decay=0.2),
+    ({"seq_length_curriculum": ("fixed_linear", "8", "32", "9", "4"), "train_iters": None, "train_tokens": 90, "start_weight_decay": 0.1,
+        "end_weight_decay": 0.2, "weight_decay_incr_style": "linear"},
         "--weight-decay-incr-style changes the weight decay over --train-samples or --train-iters"),
     ({"train_iters": None}, "the length of the run is missing"), ({"lr": None}, "--lr is required to train"),
     ({"train_iters": None, "train_samples": 100, "lr_warmup_iters": 5},
@@ -297,7 +290,7 @@ def test_settings_of_nccl_are_dropped_where_there_is_none() -> None:
 
 
 def test_sizes_that_are_over_may_be_those_of_fewer_ranks() -> None:
-    fields = _steps("0:2 1K:6 2K:8", micro=2) | {"load": "x"}
+    fields = {"step_batch_size_schedule": ("0:2 1K:6 2K:8",), "micro_batch_size": 2, "load": "x"}
     resumed = config(**fields)
     validate(resumed, 4)
     assert resumed.batch.global_batch_size == 8

@@ -171,15 +171,6 @@ def test_megablocks_shares_experts_among_as_many_ranks_as_it_can() -> None:
     assert config_from_args(shlex.split(words), world_size=8).parallel.expert_model_parallel_size == 4
 
 
-@pytest.mark.parametrize(("words", "pre_softmax"), [
-    ("--topk 1", True), ("--topk 2", False), ("--moe-router-topk 4 --topk 1", True), ("--topk 1 --moe-router-topk 2", False),
-    ("--topk 1 --moe-router-score-function sigmoid", False),
-])  # fmt: skip
-def test_deepspeeds_topk_of_1_is_a_softmax_over_all_experts(words: str, pre_softmax: bool) -> None:
-    """Its gate multiplies by the score itself, and with 2 it divides the scores by their sum: a softmax over the chosen ones."""
-    assert parse(f"--num-experts 8 {words}").model.moe_router_pre_softmax is pre_softmax
-
-
 def test_a_dense_model_in_their_words() -> None:
     for words in ("--num-experts 1", "--num-experts 0", "--num-experts 1 1", "--moe-router-topk 4 --moe-aux-loss-coeff 0.1", "--deepspeed"):
         assert not parse(words).model.has_experts

@@ -69,17 +69,6 @@ def test_bert_with_the_plain_kernel() -> None:
     assert obstacles(parse("--attention-backend unfused --cuda-graphs on", family="bert")) == []
 
 
-@pytest.mark.parametrize(("flags", "means"), [
-    ("", "auto"), ("--cuda-graphs", "on"), ("--cuda-graphs off", "off"), ("--enable-cuda-graph", "auto"), ("--external-cuda-graph", "auto"),
-    ("--cuda-graph-impl local", "auto"), ("--cuda-graph-impl transformer_engine", "auto"), ("--cuda-graph-impl none", "off"),
-    ("--cuda-graph-impl none --cuda-graphs on", "on"),
-    ("--cuda-graphs off --enable-cuda-graph", "off"),
-])  # fmt: skip
-def test_the_flags_of_megatron(flags: str, means: str) -> None:
-    config = parse(flags)
-    assert config.kernels.cuda_graphs == means and not config.ignored_flags
-
-
 def test_what_has_no_meaning_here_is_told_once() -> None:
     config = parse("--cuda-graph-impl local --cuda-graph-scope attn mlp --cuda-graph-warmup-steps 5 --cuda-graph-use-single-mempool")
     assert config.kernels.cuda_graph_warmup_steps == 5

@@ -1,4 +1,4 @@
-"""Context parallelism's flags: what Megatron's words for them mean, what contradicts, and what a layout with cp must fit."""
+"""Context parallelism and pipelines: what Megatron's words for them mean, and what a layout with cp must fit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.rules_layout import with_split
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.layout import layers_of_stages
 from megatron_sp.utils.errors import ConfigError
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --train-iters 10 --lr 1e-3 --mock-data"
     " --attention-dropout 0"
 )
+
+
+PIPELINE = "--num-layers 12 --global-batch-size 8"
 
 
 def parse(more: str, world_size: int = 8) -> Config:
@@ -27,34 +31,6 @@ def error(more: str, world_size: int = 8) -> str:
         parse(more, world_size)
     assert "\n" not in str(caught.value), "one message"
     return str(caught.value)
-
-
-SIZES = [
-    # flags, (sp, cp, exchanges ahead)
-    ("--context-parallel-size 4", (1, 4, 1)), ("--cp-size 2 --sp-size 2 --cp-stages-ahead 3", (2, 2, 3)),
-    ("--cp-size 8 --cp-stages-ahead all", (1, 8, 7)),
-    ("--context-parallel-size 4 --cp-comm-type p2p", (1, 4, 1)),
-    ("--context-parallel-size 2 --sequence-parallel-size 4 --cp-comm-type p2p", (4, 2, 1)),
-    ("--context-parallel-size 4 --cp-comm-type all_gather", (1, 4, 3)),
-    ("--context-parallel-size 4 --cp-comm-type allgather --cp-stages-ahead all", (1, 4, 3)),
-    ("--context-parallel-size 4 --cp-comm-type a2a", (4, 1, 1)),
-    ("--context-parallel-size 4 --cp-comm-type a2a a2a", (4, 1, 1)),
-    ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2", (4, 2, 1)),
-    ("--context-parallel-size 8 --cp-comm-type A2A+P2P --hierarchical-context-parallel-sizes 2 4", (2, 4, 1)),
-    ("--context-parallel-size 1 --cp-comm-type a2a+p2p", (1, 1, 1)), ("--cp-comm-type all_gather", (1, 1, 1)),
-    ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 1", (1, 1, 1)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("flags, sizes", SIZES)
-def test_what_the_flags_mean(flags: str, sizes: tuple[int, int, int]) -> None:
-    config = parse(flags)
-    parallel = config.parallel
-    assert (parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.num_stages_ahead) == sizes
-    assert parallel.cp_comm_type is parallel.hierarchical_context_parallel_sizes is None
-    before = config.to_dict()
-    assert normalize(config).to_dict() == before, "once is enough"
-    assert parallel.replica_size == sizes[0] * sizes[1] and parallel.dp_size(8) == 8 // parallel.replica_size
 
 
 def test_sizes_that_are_measured() -> None:
@@ -117,3 +93,21 @@ def test_the_batch_knows_the_data_parallel_size(tmp_path: Path) -> None:
 def test_the_mlp_is_cut_by_a_ranks_positions() -> None:
     parse("--cp-size 4 --mlp-chunks 8")
     assert "positions of a rank (32 / 4, rounded up, = 8)" in error("--cp-size 4 --mlp-chunks 9")
+
+
+def test_the_layers_of_given_ranks_are_kept() -> None:
+    made = parse(f"{PIPELINE} --pp-size 4 --num-layers-in-first-pipeline-stage 1 --num-layers-in-last-pipeline-stage 2", 4)
+    assert layers_of_stages(made.model, made.parallel) == (1, 5, 4, 2)
+
+
+@pytest.mark.parametrize(("flags", "kind", "want"), [
+    ("--pp-size 2 --pipeline-model-parallel-layout Et*5|t*7L", "1f1b", (5, 7)),
+    ("--pp-size 2 --pipeline-model-parallel-layout Ett,|(tt|)*2t*6L", "interleaved", (2, 2, 2, 6)),
+    ("--pp-size 2 --pipeline-model-parallel-layout E(t|t)*5tt,L --pipeline-schedule zb1p", "zb1p", (1, 2, 2, 2, 2, 3)),
+    ("--pp-size 2 --pipeline-model-parallel-layout Et|tt|t*8|tL --pipeline-schedule zbv", "zbv", (1, 2, 8, 1)),
+    ("--pp-size 4 --pipeline-model-parallel-layout E(t*3|)*3t*3L --pipeline-slices 2", "slices", (3, 3, 3, 3)),
+])  # fmt: skip
+def test_the_layers_of_all_stages_in_megatrons_letters(flags: str, kind: str, want: tuple[int, ...]) -> None:
+    made = parse(f"{PIPELINE} {flags}", 4)
+    assert (made.parallel.pipeline_kind, layers_of_stages(made.model, made.parallel)) == (kind, want)
+    assert made.parallel.stages_per_pipeline_rank * made.parallel.pipeline_model_parallel_size == len(want)

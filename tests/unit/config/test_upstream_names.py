@@ -114,18 +114,6 @@ def test_ignored_by_the_true_reason(more: str, reasons: list[str]) -> None:
     assert len(notes) == len(reasons) and all(reason in note for reason, note in zip(reasons, notes, strict=True)), notes
 
 
-@pytest.mark.parametrize(("more", "stage"), [
-    ("--use-torch-fsdp2", 3),
-    ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 3), ("--use-megatron-fsdp", 0),
-    ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3), ("--data-parallel-sharding-strategy optim_grads", 2),
-    ("--data-parallel-sharding-strategy OPTIM", 1),
-    ("--data-parallel-sharding-strategy no_shard --use-distributed-optimizer", 1), ("--use-torch-fsdp2 --zero-stage 2", 2),
-    ("--zero-stage 1 --data-parallel-sharding-strategy optim_grads_params", 1),
-])  # fmt: skip
-def test_fully_sharded_data_parallelism_is_zero(more: str, stage: int) -> None:
-    assert parse(more).parallel.zero_stage == stage
-
-
 def test_names_for_wandb() -> None:
     logging = parse("--wandb-project-name p --wandb-name n").logging
     assert (logging.wandb_project, logging.wandb_exp_name) == ("p", "n")
