@@ -88,11 +88,6 @@ def test_a_rank_that_does_not_come(store: dist.TCPStore, monkeypatch: pytest.Mon
     assert is_peer_failure(missing.value)
 
 
-def test_a_world_of_one_waits_for_nobody(store: dist.TCPStore) -> None:
-    at(store, 0, 1).set("k", "v")
-    assert groups._POLL_S < 1
-
-
 # Peers
 
 
@@ -130,23 +125,16 @@ def test_hosts_of_one_name_are_numbered() -> None:
     assert failed_ranks._number_hosts(["a", "b", "a", "a", "b"], ["1", "2", "3", "1", "2"]) == ["a (1)", "b", "a (2)", "a (1)", "b"]
 
 
-def test_a_zombie_has_died() -> None:
+@pytest.mark.parametrize("lives_s", [0.0, 0.15])
+def test_a_process_that_dies_a_little_later_or_is_a_zombie_has_died(lives_s: float) -> None:
     pid = os.fork()
     if pid == 0:
+        time.sleep(lives_s)
         os._exit(0)
     try:
         assert Peers(["a"], [pid], [HERE]).dead_here(PATIENCE_S) == [0]
     finally:
         os.waitpid(pid, 0)
-
-
-def test_a_process_that_dies_a_little_later() -> None:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(0.15)
-        os._exit(0)
-    assert Peers(["a"], [pid], [HERE]).dead_here(PATIENCE_S) == [0]
-    os.waitpid(pid, 0)
 
 
 def test_nobody_died_here(dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> None:

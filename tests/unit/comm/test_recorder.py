@@ -92,28 +92,20 @@ def test_a_wait_interrupts_what_is_computed(clock: Clock, recorder: Recorder) ->
     assert step.seconds == 10.0 and clock.settled == 1
 
 
-def test_a_hidden_exchange_ends_before_it_is_waited_for(clock: Clock, recorder: Recorder) -> None:
-    handle = start(recorder.at("sp", 0), Work(clock, 104.0))
-    clock.time = 109.0
+@pytest.mark.parametrize(("ends", "tells", "waited_at", "times"), [
+    (104.0, True, 109.0, (4.0, 0.0)),  # hidden: it ends before it is waited for
+    (106.0, False, 100.0, (6.0, 6.0)),  # an end that nobody tells is that of the wait
+])  # fmt: skip
+def test_when_a_collective_ends(clock: Clock, recorder: Recorder, ends: float, tells: bool, waited_at: float, times: Any) -> None:
+    done(torch.zeros(1)).recorded(recorder.at("sp", 0).start("all_to_all", (0,), (0,), torch.float32, "q")).wait()  # is no flight
+    handle = start(recorder.at("sp", 0), work := Work(clock, ends, tells))
+    clock.time = waited_at
     handle.wait()
+    clock.time += 2
+    if not tells:
+        work.tell(clock.time - 1)  # gloo's thread had to wait for the interpreter
     (flight,) = ended(recorder).flights
-    assert (flight.begin, flight.end, flight.exposed) == (0.0, 4.0, 0.0)
-
-
-def test_an_end_that_nobody_tells_is_that_of_the_wait(clock: Clock, recorder: Recorder) -> None:
-    start(recorder.at("tp", 0), Work(clock, 106.0, tells=False)).wait()
-    (flight,) = ended(recorder).flights
-    assert (flight.end, flight.exposed) == (6.0, 6.0)
-
-
-def test_an_end_told_late_is_that_of_the_wait(clock: Clock, recorder: Recorder) -> None:
-    work = Work(clock, 104.0, tells=False)
-    handle = start(recorder.at("sp", 0), work)
-    handle.wait()
-    clock.time = 108.0
-    work.tell(107.0)  # gloo's thread had to wait for the interpreter
-    (flight,) = ended(recorder).flights
-    assert flight.end == 4.0
+    assert (flight.begin, flight.end, flight.exposed) == (0.0, *times)
 
 
 def test_a_collective_that_nobody_waits_for(clock: Clock, recorder: Recorder) -> None:
@@ -121,8 +113,10 @@ def test_a_collective_that_nobody_waits_for(clock: Clock, recorder: Recorder) ->
     clock.time = 105.0
     (flight,) = ended(recorder).flights
     assert (flight.begin, flight.end, flight.exposed) == (0.0, 0.0, 0.0) and not handle.waited
+    recorder.start_step()
     with pytest.warns(RuntimeWarning, match="was never called on"):
         del handle
+    assert ended(recorder).flights == [], "what an error left is not in the next step"
 
 
 def test_the_sum_behind_a_wait_is_computation(clock: Clock, recorder: Recorder) -> None:
@@ -182,26 +176,6 @@ def test_it_stops_after_its_steps(clock: Clock, recorder: Recorder) -> None:
     assert place.start("all_to_all", (1,), (1,), torch.float32, "q") is None
     handle = start(place, Work(clock, 101.0))
     assert handle.wait().shape == (8,) and recorder.flights == []
-
-
-def test_what_an_error_left_is_not_in_the_next_step(clock: Clock, recorder: Recorder) -> None:
-    with pytest.warns(RuntimeWarning, match="was never called on"):
-        start(recorder.at("sp", 0), Work(clock, 101.0))
-    recorder.start_step()
-    assert ended(recorder).flights == []
-
-
-def test_a_handle_without_work_is_no_flight(recorder: Recorder) -> None:
-    flight = recorder.at("sp", 0).start("all_to_all", (0,), (0,), torch.float32, "q")
-    done(torch.zeros(1)).recorded(flight).wait()
-    assert ended(recorder).flights == []
-
-
-def test_a_recorded_handle_still_complains_of_a_second_wait(clock: Clock, recorder: Recorder) -> None:
-    handle = start(recorder.at("sp", 0), Work(clock, 101.0))
-    handle.wait()
-    with pytest.raises(RuntimeError, match="twice"):
-        handle.wait()
 
 
 def test_the_wall_clock() -> None:

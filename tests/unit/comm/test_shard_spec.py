@@ -16,19 +16,6 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 
-class Place:
-    """A group that only knows its size and this rank."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
@@ -47,12 +34,12 @@ def models(tp: int, seq: bool, **overrides: Any) -> list[GPTModel]:
     )  # fmt: skip
     made = []
     for rank in range(tp):
-        layout = ParallelContext(tp=TensorParallel(Place(tp, rank), seq and tp > 1))  # type: ignore[arg-type]
+        layout = ParallelContext(tp=TensorParallel(tiny.Rank(rank, tp), seq and tp > 1))  # type: ignore[arg-type]
         made.append(GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64, layout=layout))
     return made
 
 
-GRID = [(tp, g, seq) for tp in (1, 2, 4, 8) for g in (1, 2, 4, 8) for seq in (False, True)]
+GRID = [(tp, g, seq) for tp in (1, 2, 4, 8) for g in (1, 4, 8) for seq in (False, True)]
 
 
 @pytest.mark.parametrize(("tp", "g", "seq"), GRID)
@@ -105,7 +92,7 @@ def check_sums(name: str, specs: list[ShardSpec], whole: torch.Tensor) -> None:
     assert torch.equal(summed[held > 1], held[held > 1]), f"{name}: a replica's gradient is not summed"
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("shape", [(5,), (3, 4), ()])
 def test_a_whole_parameter_is_counted_by_the_first_rank(tp: int, summed: bool, shape: tuple[int, ...]) -> None:

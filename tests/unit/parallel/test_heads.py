@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
 
 from megatron_sp.parallel.heads import HeadChunk, Message, Sections, deal, is_uniform, key_of_each_query, plan_heads
 
-MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), *(("chunked", count) for count in (1, 2, 3, 4, 5, 9))]
-SIZES = [(r, g, sp) for r, g, sp in itertools.product((1, 2, 3, 4, 7, 8), (1, 2, 3, 5, 8), range(1, 9)) if r * g >= sp]
+MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), *(("chunked", count) for count in (1, 2, 3, 5, 9))]
+SIZES = [(r, g, sp) for r, g, sp in itertools.product((1, 2, 3, 7), (1, 2, 3, 8), (1, 2, 3, 4, 6, 8)) if r * g >= sp]
 
 
+@cache
 def plans() -> list[tuple[int, int, int, Any, int, list[HeadChunk]]]:
     return [
         (r, g, sp, mode, count, plan_heads(Sections.in_groups(r, g, 1), sp, mode, count)) for r, g, sp in SIZES for mode, count in MODES
@@ -28,12 +30,12 @@ def heads_of(chunks: list[HeadChunk], rank: int) -> list[int]:
     return [q for chunk in chunks for q in chunk.shares[rank].queries]
 
 
-@pytest.mark.parametrize(("count", "parts"), [(n, p) for n in range(12) for p in range(1, 9)])
-def test_dealing_is_contiguous_and_the_first_get_more(count: int, parts: int) -> None:
-    dealt = deal(count, parts)
-    assert [x for run in dealt for x in run] == list(range(count)) and len(dealt) == parts
-    sizes = [len(run) for run in dealt]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+def test_dealing_is_contiguous_and_the_first_get_more() -> None:
+    for count, parts in itertools.product(range(12), range(1, 9)):
+        dealt = deal(count, parts)
+        assert [x for run in dealt for x in run] == list(range(count)) and len(dealt) == parts
+        sizes = [len(run) for run in dealt]
+        assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
 def test_every_query_head_is_worked_on_exactly_once_in_order() -> None:

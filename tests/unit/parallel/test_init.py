@@ -55,13 +55,9 @@ def test_weights_of_a_layer_do_not_depend_on_the_rest_of_the_model() -> None:
 
 def test_standard_deviations() -> None:
     config = tiny.shape(
-        hidden_size=64,
-        ffn_hidden_size=200,
-        kv_channels=16,
-        init_method_std=0.05,
-        max_position_embeddings=300,
+        hidden_size=64, ffn_hidden_size=200, kv_channels=16, init_method_std=0.05, max_position_embeddings=300,
         untie_embeddings_and_output_weights=True,
-    )
+    )  # fmt: skip
     for name, p in tiny.make_model(config, perturb=False).named_parameters():
         if p.ndim == 1:
             assert (p == (1 if name.endswith("layernorm.weight") else 0)).all(), name

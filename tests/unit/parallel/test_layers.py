@@ -99,13 +99,6 @@ def test_a_table_is_the_same_on_every_rank() -> None:
     assert torch.equal(a(ids), a.weight[ids])
 
 
-def test_only_the_name_the_seed_and_the_std_make_the_weight() -> None:
-    drawn = INIT.draw((OUT, IN))
-    assert torch.equal(drawn, replace(INIT, dtype=torch.bfloat16).draw((OUT, IN))) and drawn.dtype == torch.float32
-    others = [replace(INIT, name="other"), replace(INIT, seed=8), replace(INIT, std=0.25)]
-    assert not any(torch.equal(drawn, other.draw((OUT, IN))) for other in others)
-
-
 @pytest.mark.parametrize("seq", [False, True])
 @pytest.mark.parametrize("sees", ["positions", "heads"])
 def test_a_norms_gradients_are_summed_where_ranks_see_different_shares(sees: str, seq: bool) -> None:
@@ -137,11 +130,3 @@ def test_a_main_grad_is_attached_to_every_layer_of_ours_and_taken_off() -> None:
         table = model.inner["table"]
         assert isinstance(table, Table) and model.fc.main_grad is held and table.main_grad is held
         assert not hasattr(model.foreign, "main_grad")
-
-
-def test_gradients_go_to_the_parameters_without_a_main_grad() -> None:
-    layer, x = ColumnParallelLinear(rows(0, 1), INIT, bias=True, layout=layout(0, 1)), randn(S, B, IN)
-    y: Tensor = layer(x)[0]
-    y.sum().backward()
-    assert layer.weight.grad is not None and layer.bias is not None and layer.bias.grad is not None
-    assert_law({"b": layer.bias.grad, "w": layer.weight.grad}, {"b": torch.full((OUT,), S * B), "w": x.sum((0, 1)).expand(OUT, IN)}, FP64)

@@ -16,7 +16,7 @@ from megatron_sp.parallel import lm_head
 from megatron_sp.parallel.lm_head import default_chunk_tokens, lm_head_logits, lm_head_loss
 
 S, B, H, VOCAB, ROWS = 8, 3, 5, 13, 16
-CHUNKS = (1, 2, 5, 7, 23, 24, 25, 1000, None)
+CHUNKS = (1, 5, 23, 24, 25, None)
 
 
 def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def run(b: dict[str, Tensor], scale: float = 1.0, chunk: int | None = None, plai
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("scale", [1.0, 3.7, -1 / 24])
+@pytest.mark.parametrize("scale", [1.0, -1 / 24])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, FP64), (torch.float32, FP32)])
 def test_is_cross_entropy_for_any_chunk_and_later_scaling(chunk: int | None, scale: float, dtype: torch.dtype, tolerance: float) -> None:
     got = run(batch(dtype), scale, chunk)
@@ -149,12 +149,8 @@ def test_few_or_no_tokens(shape: tuple[int, int]) -> None:
 
 def test_strides_do_not_matter() -> None:
     b = batch()
-    odd = {
-        "x": randn(B, H, S).permute(2, 0, 1),
-        "weight": randn(H, ROWS).t(),
-        "labels": b["labels"].t().contiguous().t(),
-        "mask": b["mask"].t().contiguous().t(),
-    }
+    odd = {"x": randn(B, H, S).permute(2, 0, 1), "weight": randn(H, ROWS).t()}
+    odd |= {name: b[name].t().contiguous().t() for name in ("labels", "mask")}
     assert_law(run(odd, chunk=5), run(odd, plain=True), FP64)
 
 

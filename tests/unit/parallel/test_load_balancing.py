@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
+
 from megatron_sp.parallel.load_balancing import deal_chunks, spread_over
 
 
@@ -16,33 +18,19 @@ def test_documents_over_chunks() -> None:
     assert spread_over([(0, 11), (11, 38)], chunks) == [{0: 10, 1: 1}, {1: 9, 2: 9, 3: 9}]
 
 
-def test_equal_chunks_are_dealt_in_turn() -> None:
-    assert deal_chunks([5] * 6, [], 3) == [[0, 3], [1, 4], [2, 5]]
-    assert deal_chunks([0] * 6, [], 3) == [[0, 3], [1, 4], [2, 5]]
-
-
-def test_the_largest_goes_first_and_to_whom_has_least() -> None:
-    assert deal_chunks([1, 3, 5, 7, 9, 11], [], 3) == [[0, 5], [1, 4], [2, 3]]
-    assert deal_chunks([7, 1, 1, 1, 2, 4], [], 2) == [[0, 2, 3], [1, 4, 5]]  # 7, 4, 2, and the first 1 makes 7
-
-
-def test_chunks_of_a_document_stay_together() -> None:
-    assert deal_chunks([10] * 6, [{0: 8, 1: 8}, {2: 8, 3: 8}, {4: 8, 5: 8}], 3) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_what_counts_is_positions_here_times_positions_there() -> None:
-    """Chunk 2 has one document with chunk 0 and one with chunk 1."""
-    assert deal_chunks([10] * 4, [{0: 1, 2: 1}, {1: 8, 2: 8}], 2) == [[0, 3], [1, 2]]
-    assert deal_chunks([10] * 4, [{0: 2, 2: 9}, {1: 3, 2: 1}], 2) == [[0, 2], [1, 3]]
-    assert deal_chunks([10] * 4, [{0: 9, 2: 1}, {1: 2, 2: 5}], 2) == [[0, 3], [1, 2]]
-
-
-def test_every_rank_gets_its_number_of_chunks() -> None:
-    assert deal_chunks([0] * 4, [{0: 1, 1: 1, 2: 1, 3: 1}], 2) == [[0, 1], [2, 3]]
-
-
-def test_a_document_is_not_kept_together_at_the_cost_of_balance() -> None:
-    assert deal_chunks([6, 5, 5, 4], [{0: 8, 1: 8}], 2) == [[0, 3], [1, 2]]  # 6 + 5 is too much
+@pytest.mark.parametrize(("areas", "documents", "ranks", "dealt"), [
+    ([5] * 6, [], 3, [[0, 3], [1, 4], [2, 5]]), ([0] * 6, [], 3, [[0, 3], [1, 4], [2, 5]]),  # equal chunks in turn
+    ([1, 3, 5, 7, 9, 11], [], 3, [[0, 5], [1, 4], [2, 3]]),  # the largest first, to whom has least
+    ([7, 1, 1, 1, 2, 4], [], 2, [[0, 2, 3], [1, 4, 5]]),  # 7, 4, 2, and the first 1 makes 7
+    ([10] * 6, [{0: 8, 1: 8}, {2: 8, 3: 8}, {4: 8, 5: 8}], 3, [[0, 1], [2, 3], [4, 5]]),  # a document stays together
+    # what counts is positions here times positions there: chunk 2 has one document with chunk 0 and one with chunk 1
+    ([10] * 4, [{0: 1, 2: 1}, {1: 8, 2: 8}], 2, [[0, 3], [1, 2]]), ([10] * 4, [{0: 2, 2: 9}, {1: 3, 2: 1}], 2, [[0, 2], [1, 3]]),
+    ([10] * 4, [{0: 9, 2: 1}, {1: 2, 2: 5}], 2, [[0, 3], [1, 2]]),
+    ([0] * 4, [{0: 1, 1: 1, 2: 1, 3: 1}], 2, [[0, 1], [2, 3]]),  # every rank gets its number of chunks
+    ([6, 5, 5, 4], [{0: 8, 1: 8}], 2, [[0, 3], [1, 2]]),  # 6 + 5 is too much
+])  # fmt: skip
+def test_by_hand(areas: list[int], documents: list[dict[int, int]], ranks: int, dealt: list[list[int]]) -> None:
+    assert deal_chunks(areas, documents, ranks) == dealt
 
 
 def test_a_rank_keeps_room_for_the_smallest_chunks() -> None:

@@ -36,8 +36,8 @@ def bubble(plan: PipelinePlan, costs: Costs = SAME_COSTS) -> float:
 
 @pytest.mark.parametrize(("kind", "v", "n"), SIZES, ids=str)
 def test_every_plan_passes_the_check(kind: PipelineKind, v: int, n: int) -> None:
-    for p in (1, 2, 3, 4, 5, 8):
-        for m in (1, 2, 3, 4, 5, 7, 8, 9, 13):
+    for p in (1, 2, 3, 5):
+        for m in (1, 2, 3, 5, 8):
             for costs in ALL_COSTS if kind in ("zb1p", "zbv") else ALL_COSTS[:1]:
                 plan = plan_pipeline(kind, p, v, m, n, costs)
                 check_plan(plan)
@@ -47,7 +47,7 @@ def test_every_plan_passes_the_check(kind: PipelineKind, v: int, n: int) -> None
 def test_orders_for_any_times_end_within_their_memory() -> None:
     """Attention may be any share of a layer, and any share of it may be computed again."""
     rng = random.Random(1)
-    for _ in range(150):
+    for _ in range(60):
         (kind, v), p = rng.choice([("zbv", 2), ("zb1p", 2), ("zb1p", 3)]), rng.randint(1, 6)
         dense, again = rng.uniform(0.02, 1), rng.choice([0.0, 1.0, rng.random()])
         costs = Costs(1.0, dense + 2 * (1 - dense) + again, dense)
@@ -72,7 +72,7 @@ def test_bubbles_are_those_of_the_papers() -> None:
 
 
 def test_activations_in_flight_are_those_of_the_papers() -> None:
-    for p in (1, 2, 3, 4, 8):
+    for p in (1, 2, 3, 4):
         for m in (2 * p, 2 * p + 1, 5 * p):
             assert [plan_pipeline("1f1b", p, 1, m).in_flight(r) for r in range(p)] == [p - r for r in range(p)]
             assert [plan_pipeline("zb1p", p, 1, m).in_flight(r) for r in range(p)] == [p] * p
@@ -87,7 +87,7 @@ def test_activations_in_flight_are_those_of_the_papers() -> None:
 
 
 def test_what_is_put_off_is_never_longer() -> None:
-    for p in (2, 4, 8):
+    for p in (2, 4):
         for m in (p, p + 1, 2 * p, 4 * p):
             for costs in ALL_COSTS:
                 plain = replay_costs(plan_pipeline("interleaved", p, 2, m), costs).time
@@ -210,7 +210,7 @@ def runs(plan: PipelinePlan, rng: random.Random) -> bool:
 def test_random_orders_pass_if_and_only_if_they_end() -> None:
     rng = random.Random(7)
     passed = refused = 0
-    for _ in range(800):
+    for _ in range(400):
         p, v, m, n = rng.randint(1, 4), rng.randint(1, 2), rng.randint(1, 4), rng.choice((1, 1, 2))
         plan = any_plan(rng, p, v, m, n)
         try:
@@ -222,7 +222,7 @@ def test_random_orders_pass_if_and_only_if_they_end() -> None:
         else:
             passed += 1
             assert runs(plan, rng)
-    assert passed > 50 and refused > 50
+    assert passed >= 20 and refused >= 20
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,8 @@ def test_layers_with_experts_are_dealt_by_their_products() -> None:
 
 
 def model(layers: int, **more: object) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        hidden_size=64,
-        num_attention_heads=4,
-        seq_length=32,
-        vocab_size=100,
-        **more,  # type: ignore[arg-type]
-    )
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 100}
+    return ModelConfig(num_layers=layers, **shape, **more)  # type: ignore[arg-type]
 
 
 def test_layers_of_ranks_that_are_given_are_those_of_all_their_stages() -> None:

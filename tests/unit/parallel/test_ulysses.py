@@ -20,7 +20,7 @@ from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.attention_core import Core
 from megatron_sp.parallel.heads import Sections, Share, plan_heads
 from megatron_sp.parallel.parallel_context import NO_SP
-from megatron_sp.parallel.ulysses import AttentionPlan, add
+from megatron_sp.parallel.ulysses import AttentionPlan
 
 S, B, H, R, G, D = 5, 2, 7, 3, 2, 4
 N = R * G
@@ -213,9 +213,3 @@ def test_without_a_graph_nothing_is_kept() -> None:
 def test_an_exchange_on_one_rank_is_the_buffer_itself() -> None:
     send = randn(6)
     assert NO_SP.exchange_async("out", send, [6], [6]).wait() is send
-
-
-def test_a_sum_of_gradients_that_may_be_missing() -> None:
-    a, b = randn(3), randn(3, seed=1)
-    assert_law({"sum": add(a, b)}, {"sum": a + b}, 0.0)
-    assert add(a, None) is a and add(None, b) is b and add(None, None) is None
