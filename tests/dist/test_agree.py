@@ -71,24 +71,18 @@ def _still_in_step() -> None:
     assert all_reduce(torch.ones(1), dist.group.WORLD) == dist.get_world_size()
 
 
-@pytest.mark.parametrize("world_size, culprit", [(1, 0), (2, 0), (2, 1), (3, 1), (4, 3)])
-def test_one_failure_reaches_all(tmp_path: Path, world_size: int, culprit: int) -> None:
-    run_ranks(_one_fails, world_size, tmp_path, culprit)
+def _all_failures(several: list[tuple[int, ...]]) -> None:
+    _nobody_fails()
+    for culprit in range(dist.get_world_size()):
+        _one_fails(culprit)
+        _bug(culprit)
+    for culprits in several:
+        _several_fail(culprits)
 
 
-@pytest.mark.parametrize("culprits", [(0, 1), (1, 2), (0, 1, 2)])
-def test_the_lowest_rank_speaks_for_several(tmp_path: Path, culprits: tuple[int, ...]) -> None:
-    run_ranks(_several_fail, 3, tmp_path, culprits)
-
-
-@pytest.mark.parametrize("world_size, culprit", [(1, 0), (2, 0), (3, 2)])
-def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path, world_size: int, culprit: int) -> None:
-    run_ranks(_bug, world_size, tmp_path, culprit)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_success_goes_on(tmp_path: Path, world_size: int) -> None:
-    run_ranks(_nobody_fails, world_size, tmp_path)
+@pytest.mark.parametrize(("world_size", "several"), [(1, []), (2, [(0, 1)]), (3, [(1, 2), (0, 1, 2)])])
+def test_a_failure_on_any_rank_is_the_same_on_all(tmp_path: Path, world_size: int, several: list[tuple[int, ...]]) -> None:
+    run_ranks(_all_failures, world_size, tmp_path, several)
 
 
 def test_messages_that_are_long_or_not_text(tmp_path: Path) -> None:

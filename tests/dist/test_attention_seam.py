@@ -67,7 +67,7 @@ def test_a_mixer_with_decay(cases: list[Case], tmp_path: Path) -> None:
     run_cases(cases, tmp_path)
 
 
-@cases_of(WideValues, [*LAYOUTS[1::2], *ATTENTION])
+@cases_of(WideValues, [*LAYOUTS[1::4], *ATTENTION])
 def test_attention_with_values_of_another_width(cases: list[Case], tmp_path: Path) -> None:
     run_cases(cases, tmp_path)
 

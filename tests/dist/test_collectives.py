@@ -31,23 +31,15 @@ def _reduce() -> None:
     empty = torch.empty(0)
     assert all_reduce(empty, group) is empty
     barrier(group)
-
-
-def _wait_twice() -> None:
-    handle = all_reduce_async(torch.ones(2, 3), dist.group.WORLD)
+    handle = all_reduce_async(torch.ones(2, 3), group)
     handle.wait()
     with pytest.raises(RuntimeError, match=r"wait\(\) was called twice on all_reduce of \(2, 3\)"):
         handle.wait()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_results(tmp_path: Path, world_size: int) -> None:
     run_ranks(_reduce, world_size, tmp_path)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_waiting_twice_is_an_error(tmp_path: Path, world_size: int) -> None:
-    run_ranks(_wait_twice, world_size, tmp_path)
 
 
 def test_a_group_of_one_needs_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

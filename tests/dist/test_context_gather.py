@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import tiny
-from support.context_core import plain_context
 from support.ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -21,8 +20,6 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.training.microbatches import require_same_sequences
 from megatron_sp.utils.errors import DataError
-
-__all__ = ["plain_context"]
 
 MASKS = [
     RowMask(1), RowMask(2, causal=False), RowMask(7), RowMask(16), RowMask(17, window=3), RowMask(17, documents=((2, 3, 17), (9, 17))),
@@ -86,6 +83,5 @@ def _scored() -> None:
         assert torch.allclose(part.next_logits(tokens, ctx), whole.next_logits(tokens, ctx), rtol=0, atol=1e-10)
 
 
-@pytest.mark.usefixtures("plain_context")
 def test_scores_and_logits(tmp_path: Path) -> None:
     run_ranks(_scored, 4, tmp_path)

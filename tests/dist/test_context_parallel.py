@@ -142,6 +142,7 @@ def check(case: Case, tolerance: float = FP64) -> None:
     element = tensors[1].element_size() * case.groups * 2 * D
     times = 1 if cp.keep_kv else 2
     assert wire.num_bytes["alltoall_base_"] == (times * of_kv + of_gradients) * element
+    assert wire.calls["alltoall_base_"] == (times + 1) * len(shifts_of(plan, case.b)), "a shift that nobody needs does not take place"
     again, _ = computed(case, tensors)
     assert all(torch.equal(found[name], again[name]) for name in found), case
 
@@ -425,28 +426,6 @@ def shifts_of(plan: ContextPlan, b: int) -> list[int]:
 
 def test_a_kept_result_is_neither_computed_nor_exchanged_again(tmp_path: Path) -> None:
     run_ranks(_kept, 3, tmp_path)
-
-
-def _calls() -> None:
-    for mask, chunks, forward, backward in (
-        (RowMask(30, window=4), 1, 1, 2),  # the neighbour's last rows
-        (RowMask(30, window=13), 1, 2, 4),
-        (RowMask(30, documents=((10, 20, 30),)), 1, 0, 0),
-        (RowMask(30), 2, 2, 4),
-    ):
-        case = Case(mask, chunks=chunks)
-        plan, rank = case.plan(3), dist.get_rank()
-        q, kv, d_out = (x[positions(plan, rank)].clone().requires_grad_() for x in case.tensors())
-        with Wire(3) as wire:
-            out = context_attention(q, kv, plan, cp_of(case), case.kernel, batch=1).out
-        assert wire.calls["alltoall_base_"] == forward, case
-        with Wire(3) as wire:
-            out.backward(d_out)
-        assert wire.calls["alltoall_base_"] == backward, case
-
-
-def test_a_shift_that_nobody_needs_does_not_take_place(tmp_path: Path) -> None:
-    run_ranks(_calls, 3, tmp_path)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -126,9 +126,7 @@ def passing(rng: random.Random, p: int, count: int) -> list[PipelinePlan]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("p", "seed", "count"), [(2, 0, 40), (3, 1, 40), *(pytest.param(p, 10 + p, 250, marks=pytest.mark.long) for p in (2, 3, 4))]
-)
+@pytest.mark.parametrize(("p", "seed", "count"), [(3, 1, 40), *(pytest.param(p, 10 + p, 250, marks=pytest.mark.long) for p in (2, 3, 4))])
 def test_random_orders_have_the_gradients_of_one_process(p: int, seed: int, count: int, tmp_path: Path) -> None:
     run_ranks(_run_all, p, tmp_path, passing(random.Random(seed), p, count))
 
@@ -189,9 +187,9 @@ def models(pp: int, count: int, seed: int) -> list[tuple[Case, PipelinePlan]]:
     return found
 
 
-@pytest.mark.often("2-9-0")
+@pytest.mark.often("2-6-0")
 @pytest.mark.parametrize(("pp", "count", "seed"), [
-    (2, 9, 0), (3, 6, 1), *(pytest.param(pp, 40, 2, marks=pytest.mark.long) for pp in (2, 3, 4)),
+    (2, 6, 0), *(pytest.param(pp, 40, 2, marks=pytest.mark.long) for pp in (2, 3, 4)),
 ])  # fmt: skip
 def test_odd_orders_of_a_model_have_the_gradients_of_one_process(pp: int, count: int, seed: int, tmp_path: Path) -> None:
     run_ranks(_check_all, pp, tmp_path, models(pp, count, seed))
@@ -207,9 +205,9 @@ def _bits(cases: list[tuple[Case, PipelinePlan]]) -> None:
         assert bits == known, f"{case}: {[name for name in bits if bits[name] != known[name]]}\n{plan.text()}"
 
 
-@pytest.mark.often("2-1f1b-1-8")
+@pytest.mark.often("2-1f1b-1-4")
 @pytest.mark.parametrize(("pp", "schedule", "slices", "count"), [
-    (2, "1f1b", 1, 8), (3, "1f1b", 1, 4), (2, "slices", 2, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (
+    (2, "1f1b", 1, 4), (2, "slices", 2, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in (
         (2, "slices", 3, 10), (4, "1f1b", 1, 10), (2, "interleaved", 1, 20), (2, "zbv", 1, 20),
     )),
 ])  # fmt: skip

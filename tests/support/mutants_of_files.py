@@ -46,30 +46,10 @@ def value(draw: random.Random) -> Any:
         return draw.choice(WORDS)
     if kind == 4:
         return draw.choice((None, True, False))
-    return draw.choice(
-        (
-            [],
-            {},
-            [[]],
-            {"": {}},
-            deep(40),
-            deep(5000),
-            [0] * 100,
-            ["x"],
-            [1, 2],
-            [2, 1],
-            [-1, 3],
-            [2**62, 2**62],
-            [2**63, -1],
-            [0.5, 1.0],
-            {"a": 1},
-            [None],
-            [True, False],
-            {"quant_method": "gptq"},
-            {"type": "yarn", "factor": 2.0},
-            {"rope_type": "dynamic"},
-        )
-    )
+    return draw.choice((
+        [], {}, [[]], {"": {}}, deep(40), deep(5000), [0] * 100, ["x"], [1, 2], [2, 1], [-1, 3], [2**62, 2**62], [2**63, -1], [0.5, 1.0],
+        {"a": 1}, [None], [True, False], {"quant_method": "gptq"}, {"type": "yarn", "factor": 2.0}, {"rope_type": "dynamic"},
+    ))  # fmt: skip
 
 
 def bytes_of(data: bytes, draw: random.Random, end: int | None = None) -> bytes:
@@ -147,10 +127,8 @@ def safetensors_of(data: bytes, draw: random.Random) -> bytes:
     if kind == 1:
         return data[: draw.randrange(len(data))] if draw.random() < 0.5 else data + draw.randbytes(draw.choice((1, 4, 4096)))
     if kind == 2:
-        return (
-            struct.pack("<Q", draw.choice((0, 1, 2, length - 1, length + 1, len(data), 2**24, 2**24 + 1, 2**40, 2**63, 2**64 - 1)))
-            + data[8:]
-        )
+        wrong = (0, 1, 2, length - 1, length + 1, len(data), 2**24, 2**24 + 1, 2**40, 2**63, 2**64 - 1)
+        return struct.pack("<Q", draw.choice(wrong)) + data[8:]
     header = json_of(data[8 : 8 + length], draw)
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
 
@@ -265,10 +243,8 @@ def _other_entries(entries: list[tuple[str, bytes]], draw: random.Random) -> tup
     elif kind == 4:
         found[at] = (name, text * 2)
     elif kind == 5:
-        found[at] = (
-            draw.choice(("../x", "/etc/x", "archive/constants.pkl", "other/data.pkl", "archive/", "a\\b", "archive/data/99")),
-            text,
-        )
+        names = ("../x", "/etc/x", "archive/constants.pkl", "other/data.pkl", "archive/", "a\\b", "archive/data/99")
+        found[at] = draw.choice(names), text
     else:
         found = [(n, b"big" if n.endswith("byteorder") else t) for n, t in found]
     return found, zipfile.ZIP_STORED

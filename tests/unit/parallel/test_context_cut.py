@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from support import tiny
-from support.context_core import positions_of
 from torch import Tensor
 
 from megatron_sp.comm.groups import SINGLE_RANK, Group
@@ -27,10 +26,16 @@ from megatron_sp.parallel.forward_context import ForwardContext, row_mask
 from megatron_sp.parallel.layers import ParallelLMHead
 from megatron_sp.parallel.lm_head import HeadLoss
 from megatron_sp.parallel.parallel_context import ContextParallel, ParallelContext, SequenceParallel
-from megatron_sp.parallel.row_mask import RowMask
+from megatron_sp.parallel.row_mask import RowMask, Runs
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 BATCH = 3
+
+
+def positions_of(runs: Runs) -> list[int]:
+    return [position for start, stop in runs for position in range(start, stop)]
+
+
 SIZES = [(1, 1, 1), (2, 1, 1), (3, 1, 2), (2, 3, 1), (4, 2, 2), (3, 2, 2)]  # cp, sp, tp with tp_seq
 
 
