@@ -231,19 +231,21 @@ def test_what_the_host_reads_does_not_go_to_the_device() -> None:
 # the fused tensor
 
 
-def test_split_is_views_and_packs_gradients_once() -> None:
+@pytest.mark.parametrize("d_v", [D, 3])
+def test_split_is_views_and_packs_gradients_once(d_v: int) -> None:
     s, b, g, r = 4, 3, 2, 3
-    qkv = randn(s, b, g * (r + 2) * D).requires_grad_()
-    parts = split_qkv(qkv, r, D)
-    assert [p.shape for p in parts] == [(s, b * g, r, D), (s, b * g, 1, D), (s, b * g, 1, D)]
+    qkv = randn(s, b, g * ((r + 1) * D + d_v)).requires_grad_()
+    parts = split_qkv(qkv, r, D, v_width=d_v)
+    assert [p.shape for p in parts] == [(s, b * g, r, D), (s, b * g, 1, D), (s, b * g, 1, d_v)]
     assert all(p.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for p in parts)
     grads = [randn(*p.shape, seed=i) for i, p in enumerate(parts)]
     torch.autograd.backward(parts, grads)
-    assert torch.equal(qkv.grad, torch.cat(grads, dim=2).view(s, b, -1))  # type: ignore[arg-type]
+    want = torch.cat([grad.flatten(2) for grad in grads], dim=2).view(s, b, -1)
+    assert torch.equal(qkv.grad, want)  # type: ignore[arg-type]
     qkv.grad = None
-    split_qkv(qkv, r, D)[1].sum().backward()  # autograd fills in zeros for the others
-    want = torch.zeros(s, b, g, r + 2, D, dtype=qkv.dtype)
-    want[:, :, :, r] = 1
+    split_qkv(qkv, r, D, v_width=d_v)[1].sum().backward()  # autograd fills in zeros for the others
+    want = torch.zeros(s, b, g, (r + 1) * D + d_v, dtype=qkv.dtype)
+    want[..., r * D : (r + 1) * D] = 1
     assert torch.equal(qkv.grad, want.view(qkv.shape))  # type: ignore[arg-type]
 
 
