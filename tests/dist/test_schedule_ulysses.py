@@ -133,7 +133,8 @@ def check_rest() -> None:
     check_order()
 
 
-REFUSED = ("Lfm2ForCausalLM", "BloomForCausalLM", "BartForConditionalGeneration", "MixtralForCausalLM")
+REFUSED = ("Lfm2ForCausalLM", "BloomForCausalLM", "BartForConditionalGeneration", "MixtralForCausalLM", "SmolLM3ForCausalLM",
+           "PhiForCausalLM", "OPTForCausalLM")  # fmt: skip
 
 
 def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> None:
@@ -177,7 +178,16 @@ def check_refused() -> None:
     qwen = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=6)
     refuse("has q_norm, k_norm between", schedule(transformers.Qwen3ForCausalLM(qwen), on).ulysses(overlap_qkv=True))
     clipped = transformers.OlmoConfig(**SIZES, num_key_value_heads=2, clip_qkv=8.0)  # nothing is so large yet
-    refuse("does this to its queries", schedule(transformers.OlmoForCausalLM(clipped), on).ulysses(overlap_qkv=True))
+    refuse("clips q, k and v (clip_qkv 8.0)", schedule(transformers.OlmoForCausalLM(clipped), on).ulysses(overlap_qkv=True))
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    some = transformers.SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}, num_key_value_heads=2, **ends)
+    part = transformers.PhiConfig(**{**SIZES, "hidden_size": 32}, **ends)
+    for model, said in (
+        (make("opt"), "leave overlap_qkv out if these do more (test_sch"),  # scales its queries
+        (transformers.SmolLM3ForCausalLM(some), "the first module that differs is model.layers.3.self_attn"),  # does not rotate there
+        (transformers.PhiForCausalLM(part), "it is not known how model.layers.0.self_attn (PhiAttention) rotates its heads"),
+    ):
+        refuse(said, schedule(model, on).ulysses(overlap_qkv=True))
 
 
 def check_others_are_left_alone() -> None:

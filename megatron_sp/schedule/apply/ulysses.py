@@ -200,9 +200,8 @@ class Ulysses:
             what = f"was given a mask {list(mask.shape)} for {cut.length} positions"
             raise ConfigError(f"{name} {what}: give the model a mask of whole sequences ({self.where})")
         heads, early = Heads(self.group, 2, 1, name), self._early.get(module)
-        landed = None if early is None else early.land(q, k, v)
-        if landed is not None:
-            q, k, v = (heads.real(x, cut) for x in landed)
+        if early is not None:
+            q, k, v = (heads.real(x, cut) for x in early.land())
         else:
             k, v = (heads.spread(x, q.shape[1]) for x in (k, v))
             q, k, v = (heads.enter(x, cut) for x in (q, k, v))

@@ -138,6 +138,9 @@ def verify(
         verdict.adjoints = {i: adjoint.decided(directives[i]) for i, adjoint in adjoints.items()}
         if not verdict.ok:
             verdict.why = _explain(verdict, diagnosis, run_whole, run_split)
+            for line in (line for line in directives if line.args.get("overlap_qkv")):
+                knows = "is for modules that rotate queries and keys before their attention, and do nothing else"
+                verdict.why += f"\noverlap_qkv {knows}: leave overlap_qkv out if these do more ({line.where})"
             verdict.first = diagnosis.first or None
     return verdict
 
