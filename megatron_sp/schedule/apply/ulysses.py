@@ -487,9 +487,9 @@ class Ulysses:
             change_records(result, HIDDEN, whole)
             return result
         heads = records_of(result, HEADS)  # whole already, and as long as it may happen to be
-        if heads:
-            result.update(dict.fromkeys(heads))
+        for name in heads:  # transformers' results have no update()
+            result[name] = None
         completed = map_tensors(result, whole)
-        if heads:
-            completed.update(heads)
+        for name, value in heads.items():
+            completed[name] = value
         return completed
