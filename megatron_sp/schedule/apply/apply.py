@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -278,7 +279,7 @@ def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
             zero.require(model, line.args, line.where)
             zero.find_blocks(model, line.args.get("blocks"))
     try:
-        apply(without_weights(model), [without_weights_in(d) for d in directives if d.do != "zero"], mesh, seq_dim)
+        apply(without_weights(model), without_weights_in(directives, "zero"), mesh, seq_dim)
     except ReportedError:
         raise
     except Exception:  # a function of the user's own, or a copy that cannot be made
@@ -296,8 +297,16 @@ def without_weights(model: nn.Module, buffers: bool = False) -> nn.Module:
     return copy.deepcopy(model, memo).train()
 
 
-def without_weights_in(line: Directive) -> Directive:
-    """Return a line for such a copy: modules that it brings are copied, early exchanges only checked."""
-    new = line.args.get("new")
-    args = {**line.args, "new": without_weights(new)} if isinstance(new, nn.Module) else line.args
-    return replace(line, args={**args, "only_looks": True} if line.do == "ulysses" else args)
+def for_copies(lines: list[Directive], copied: Callable[[nn.Module], nn.Module]) -> list[Directive]:
+    """Return lines for a copy of the model: apply() would split the modules that they bring."""
+    new = [line.args.get("new") for line in lines]
+    return [
+        replace(line, args={**line.args, "new": copied(module)}) if isinstance(module, nn.Module) else line
+        for line, module in zip(lines, new, strict=True)
+    ]
+
+
+def without_weights_in(lines: list[Directive], *left_out: str) -> list[Directive]:
+    """Return lines for a copy without weights, but for some kinds; early exchanges are only checked."""
+    kept = for_copies([line for line in lines if line.do not in left_out], without_weights)
+    return [replace(d, args={**d.args, "only_looks": True}) if d.do == "ulysses" else d for d in kept]

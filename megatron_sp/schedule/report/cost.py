@@ -104,7 +104,7 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
             raise ConfigError(f"cost() wants rows and tokens, such as cost(4, 2048), and got batch {batch}, seq {seq}")
         batch = {"input_ids": torch.zeros(batch, seq, dtype=torch.long)}
     model, mesh = without_weights(schedule.model), schedule.mesh
-    lines = [without_weights_in(d) for d in schedule.directives if d.do not in ("zero", "rng", "context")]
+    lines = without_weights_in(schedule.directives, "zero", "rng", "context")
     applied = apply(model, lines, mesh, schedule.seq_dim, rules=False)
     step = _Step(model, mesh)
     step.run(applied, {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in batch.items()})

@@ -125,7 +125,7 @@ def survey(schedule: Schedule) -> Survey:
             decide(schedule.model, schedule.directives, mesh, schedule.seq_dim)
         except ConfigError as error:
             problem = str(error)
-        lines = [without_weights_in(d) for d in schedule.directives if d.do not in ("ulysses", "context", "zero")]
+        lines = without_weights_in(schedule.directives, "ulysses", "context", "zero")
         copied = without_weights(schedule.model, buffers=True)
         applied = apply(copied, lines, mesh, schedule.seq_dim, rules=False)
     else:

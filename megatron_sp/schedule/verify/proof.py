@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.schedule.apply.apply import apply, decide
+from megatron_sp.schedule.apply.apply import apply, decide, for_copies
 from megatron_sp.schedule.apply.hf_attention import is_hugging_face
 from megatron_sp.schedule.apply.randomness import dropping
 from megatron_sp.schedule.core.directives import Directive, Mesh
@@ -58,10 +58,7 @@ def measure(
     # dropout is on here, in training mode: the model may be evaluating now, and train later
     dropping_copy = copy.deepcopy(model).train().to(dtype)
     one_expert_at_a_time(dropping_copy)
-    its_lines = [d for d in lines if d.do not in ("zero", "rng", "checkpoint")]
-    for i, line in enumerate(its_lines):
-        if isinstance(new := line.args.get("new"), nn.Module):
-            its_lines[i] = replace(line, args={**line.args, "new": copy.deepcopy(new)})
+    its_lines = for_copies([d for d in lines if d.do not in ("zero", "rng", "checkpoint")], copy.deepcopy)
     apply(dropping_copy, its_lines, mesh, seq_dim, rules=False)
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), Draws(dropping_copy, mesh) as found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.schedule.apply.apply import Applied, apply
+from megatron_sp.schedule.apply.apply import Applied, apply, for_copies
 from megatron_sp.schedule.core.directives import AXES, Directive, Mesh
 from megatron_sp.schedule.core.hooks import tensors_of
 from megatron_sp.schedule.verify.copies import Float64Mode, WithoutDropout, deterministic_copy, drops
@@ -100,9 +100,7 @@ def verify(
     loss, is_same_model = loss or default_loss, whole is None
     whole, split = (deterministic_copy(each, dtype) for each in (model if whole is None else whole, model))
     lines, adjoints = measuring(directives)
-    for i, line in enumerate(lines):  # modules that they bring would be split here, and again by apply()
-        if isinstance(new := line.args.get("new"), nn.Module):
-            lines[i] = replace(line, args={**line.args, "new": deterministic_copy(new, dtype)})
+    lines = for_copies(lines, lambda module: deterministic_copy(module, dtype))
     applied = apply(split, lines, mesh, seq_dim, rules=False)
     # on a GPU a recomputation runs in a thread of the device, which no mode reaches, so casts to float32 may stay
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
