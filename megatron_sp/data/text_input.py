@@ -1,12 +1,4 @@
-"""Input of preprocessing, and of the training of tokenizers: documents from many kinds of files.
-
-.jsonl .json .ndjson    a JSON object on each line                 plain, .gz, .zst
-text                    paragraphs, lines, or the whole file       plain, .gz, .zst
-.parquet                a document for each row                    pyarrow
-.arrow                  the same, as IPC stream or file            pyarrow
-a folder                what ``Dataset.save_to_disk`` wrote        pyarrow
--                       standard input, JSONL or text
-"""
+"""Input of preprocessing, and of the training of tokenizers: documents from many kinds of files."""
 
 from __future__ import annotations
 
@@ -27,6 +19,12 @@ from typing import IO, Any, Literal, NamedTuple
 from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
 from megatron_sp.utils.strict_json import parse_object
 
+# .jsonl .json .ndjson    a JSON object on each line                 plain, .gz, .zst
+# text                    paragraphs, lines, or the whole file       plain, .gz, .zst
+# .parquet                a document for each row                    pyarrow
+# .arrow                  the same, as IPC stream or file            pyarrow
+# a folder                what ``Dataset.save_to_disk`` wrote        pyarrow
+# -                       standard input, JSONL or text
 STDIN = "-"
 _CHUNK_BYTES = 1 << 19
 _ROWS = 1024  # rows of a columnar file that are read at a time

@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
         return options
 
     def refuse(self, unknown: Sequence[str], given: Sequence[str]) -> NoReturn:
-        """End the program, naming words that its subcommand does not know."""
+        # end the program, naming words that its subcommand does not know
         parser = self._selected(given)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         known = [name for name in parser._option_string_actions if name.startswith("--")]
@@ -57,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"'{str(value)[:40]}' is unknown{hint}")
 
     def error(self, message: str) -> NoReturn:
-        """End the program with one line, from the first rank."""
+        # end the program with one line, from the first rank
         message = message.removeprefix("argument ")
         missing = re.fullmatch(r"the following arguments are required: (.*)", message)
         if missing:

@@ -35,7 +35,7 @@ class DirectFile:
         self._filled = 0
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; with O_DIRECT they are buffered until a block is full. Raises OSError."""
+        # with O_DIRECT bytes are buffered until a block is full
         if self._buffer is None:
             self._write_all(data)
             return
@@ -50,7 +50,6 @@ class DirectFile:
                 self._flush()
 
     def sync(self) -> None:
-        """Write buffered bytes and fsync the file."""
         if self._buffer is not None:
             self._flush()
         os.fsync(self._fd)

@@ -38,7 +38,7 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory could not be allocated, by torch, numpy or the system."""
+    """Return whether torch, numpy or the system could not allocate memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     of_gpu = type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "memory" in str(error)
@@ -65,7 +65,7 @@ def first_words(error: BaseException) -> str:
 
 
 def code_of(main: Callable[[], int | None]) -> int:
-    """Call ``main`` and return its exit code, or that of its error, which is printed; a bug is raised."""
+    """Return the exit code of ``main``, or of its error, which is printed; a bug is raised."""
     try:
         return main() or EXIT_OK
     except ReportedError as error:
@@ -86,7 +86,7 @@ def code_of(main: Callable[[], int | None]) -> int:
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
-    """Run a program's ``main`` and exit with its code; a failure of standard output has a code of its own."""
+    """Run ``main`` and exit with its code, or with that of a failure of standard output."""
     code, as_usual = 1, True
     if not any(isinstance(finder, _BeforeImports) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeImports())
@@ -110,10 +110,8 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
 
 
 def leave(code: int, *, as_usual: bool = True) -> NoReturn:
-    """Exit with streams flushed, but without the interpreter's shutdown; for the main thread.
-
-    ``as_usual``: first wait for non-daemon threads and run ``atexit`` handlers; not after a failure.
-    """
+    """Exit with streams flushed, but without the interpreter's shutdown; for the main thread."""
+    # as_usual: first wait for non-daemon threads and run ``atexit`` handlers; not after a failure.
     # The shutdown is unsafe for a process that has joined a process group: the threads of gloo and NCCL live as long as
     # their group is referenced, and one that requests the interpreter lock during shutdown (to release a tensor, for a
     # callback) is killed in the middle of C++ code, which aborts the process after all its work is done ("terminate

@@ -1,4 +1,4 @@
-"""Fault injection: kill or disturb a run at a named point, so that tests can verify recovery."""
+"""Faults at named points of a run, by which tests verify recovery."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FaultPlan:
 
     @classmethod
     def from_env(cls, enabled: bool, rank: int, attempt: int = 0) -> FaultPlan:
-        """Read the plan for this rank. Raises ConfigError: the variable is set but not enabled, or unreadable."""
+        """Read the plan for this rank. Raises ConfigError: it is not enabled, or unreadable."""
         text = os.environ.get(FAULT_VARIABLE, "")
         if not text:
             return cls()
@@ -69,7 +69,7 @@ class FaultPlan:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def poisons(self, point: str, step: int) -> bool:
-        """Return whether to make the value at this point (``loss`` or ``grad``) NaN at this step."""
+        """Return whether to make the value at this point NaN."""
         return any(f.at == point and f.kind == "nan" and f.step in (None, step) for f in self.faults)
 
 

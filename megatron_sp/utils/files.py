@@ -42,7 +42,7 @@ def file_system(where: int | str | Path) -> str:
 
 
 def free_bytes(path: str | Path) -> int:
-    """Return the bytes that can still be written at a path, which need not exist."""
+    """Return the free bytes at a path, which need not exist."""
     path = Path(path).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -68,10 +68,8 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def held_folder(folder: str | Path, patience_s: float = 10.0) -> Iterator[None]:
-    """Keep other processes out of a folder, for a look and a write that belong together.
-
-    After ``patience_s``, or where the file system has no locks for folders, it goes on without.
-    """
+    """Keep other processes out of a folder, for a look and a write that belong together."""
+    # after ``patience_s``, or where the file system has no locks for folders, it goes on without
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:  # the next write will report it
@@ -147,7 +145,7 @@ def atomic_write_json(path: str | Path, value: Any) -> None:
 
 
 def atomic_replace(path: Path, data: bytes, *, keep_mode: bool = False) -> None:
-    """Replace a file's contents; the caller has checked that it is a regular file."""
+    """Replace the contents of what the caller knows to be a regular file."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         write_synced(temporary, data)

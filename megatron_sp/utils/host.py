@@ -24,7 +24,7 @@ def num_cores() -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal or a debugger; False if /proc is unavailable."""
+    """Return whether a signal or a debugger has stopped a process; False without /proc."""
     try:
         return _state(pid) in ("T", "t")
     except OSError:

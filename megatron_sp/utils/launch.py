@@ -1,10 +1,4 @@
-"""A process's place in its job, from the variables of the launcher that started it.
-
-torchrun's variables come first: whoever sets RANK has decided. Without them those of mpirun and srun count, so that
-``srun python pretrain_gpt.py`` is one job and not as many trainings as there are tasks. Variables that contradict each
-other, or of which some are missing, are an error: a rank that guesses would train alone or wait for ranks that never
-come.
-"""
+"""A process's place in its job, from the variables of the launcher that started it."""
 
 from __future__ import annotations
 
@@ -18,6 +12,10 @@ from typing import NamedTuple
 
 from megatron_sp.utils.errors import ConfigError
 
+# torchrun's variables come first: whoever sets RANK has decided. Without them those of mpirun and srun count, so that
+# ``srun python pretrain_gpt.py`` is one job and not as many trainings as there are tasks. Variables that contradict each
+# other, or of which some are missing, are an error: a rank that guesses would train alone or wait for ranks that never
+# come.
 Address = tuple[str, int]
 _TORCHRUN = "torchrun --standalone --nproc-per-node N"
 _DEFAULT_PORT = 29500
@@ -27,11 +25,10 @@ _FIRST_PORT, _PORTS = 20000, 9000  # below those that systems give to outgoing c
 
 
 class _Mpi(NamedTuple):
-    """Variables of an MPI's launcher; the first of those for the local rank and size that is set counts."""
-
+    # variables of an MPI's launcher
     rank: str
     size: str
-    local_rank: tuple[str, ...]
+    local_rank: tuple[str, ...]  # the first of these that is set counts
     local_size: tuple[str, ...]
 
 
@@ -60,11 +57,7 @@ class Launch:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Launch:
-        """Read the launcher's variables (default: this process's).
-
-        Raises:
-            ConfigError: they are incomplete, invalid, or contradict each other.
-        """
+        """Read the launcher's variables. Raises ConfigError: some are missing, invalid, or contradict others."""
         variables = _Variables(os.environ if env is None else env)
         if "RANK" in variables.env:
             launch = variables.of_torchrun()
@@ -92,7 +85,7 @@ def launched_processes(env: Mapping[str, str] | None = None) -> int:
 
 
 def processes_of_host() -> int:
-    """Return how many processes of this job share the host; 1 where the variables do not say it."""
+    """Return how many processes of this job share the host; 1 if unknown."""
     try:
         return Launch.from_env().local_world_size
     except ConfigError:
@@ -113,8 +106,6 @@ def let_first_rank_speak() -> None:
 
 
 class _Variables:
-    """Environment variables, and what is wrong with them."""
-
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = env
         self.problems: list[str] = []

@@ -1,4 +1,4 @@
-"""HTML and SVG, safe by construction: every text is escaped unless it was produced by ``tag``."""
+"""HTML and SVG in which all text is escaped but what ``tag`` has made."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """Return the step of the last checkpoint that the run has written; None if unknown."""
+    """Return the step of the run's last checkpoint; None if unknown."""
     saved = read_status(run_dir).get("saved_step")
     return saved if type(saved) is int and saved >= 0 else None
 

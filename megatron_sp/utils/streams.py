@@ -1,7 +1,4 @@
-"""Standard output and standard error that fail: full disks, closed pipes, vanished terminals.
-
-A training run goes on (``survive()``); a program whose output is its result must not report success (``checked()``).
-"""
+"""Standard streams that fail: a run goes on (``survive``), a program without its result fails (``checked``)."""
 
 from __future__ import annotations
 
@@ -83,7 +80,6 @@ class Stream:
         self.require()
 
     def require(self) -> None:
-        """Raise OutputLost if the stream is the program's result and some of it has been lost."""
         if self.is_result and self.error is not None:
             raise OutputLost(EXIT_READER_GONE if self.error.errno == errno.EPIPE else EXIT_DISK)
 

@@ -15,7 +15,7 @@ MAX_DEPTH = 32
 
 
 def open_regular(path: Path) -> int:
-    """Return a read-only file descriptor; never follows a link, never blocks. Raises CheckpointError."""
+    """Open for reading, without following a link or blocking. Raises CheckpointError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -42,7 +42,7 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_object(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a JSON object, whose size the caller has limited; ``where`` names it. Raises CheckpointError."""
+    """Parse a JSON object of limited size, named ``where`` in messages. Raises CheckpointError."""
     # Python's parser needs some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: commas
     # and opening brackets are counted first. Those inside strings count too, which only makes the limit stricter.
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
