@@ -20,7 +20,7 @@ _DIGESTED = ("tokens", "labels", "label")  # masks and positions follow from the
 
 
 class Dataset(Protocol):
-    """Samples by index; an index gives the same sample on every rank and in every run with the same fingerprint."""
+    """Samples by index, the same on every rank and in every run with the same fingerprint."""
 
     def __len__(self) -> int: ...
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from megatron_sp.utils.errors import ConfigError
 
 # torchrun's variables come first: whoever sets RANK has decided. Without them those of mpirun and srun count, so that
-# ``srun python pretrain_gpt.py`` is one job and not as many trainings as there are tasks. Variables that contradict each
-# other, or of which some are missing, are an error: a rank that guesses would train alone or wait for ranks that never
-# come.
+# ``srun python pretrain_gpt.py`` is one job and not as many trainings as there are tasks. Variables that contradict
+# each other, or of which some are missing, are an error: a rank that guesses would train alone or wait for ranks that
+# never come.
 Address = tuple[str, int]
 _TORCHRUN = "torchrun --standalone --nproc-per-node N"
 _DEFAULT_PORT = 29500
