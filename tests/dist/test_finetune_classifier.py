@@ -79,7 +79,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, files: Path, pretrained: Pat
     return folder / "run"
 
 
-FLAGS = ("--fp64", "--train-iters", 12, "--global-batch-size", 12, "--lr", 5e-3, "--hidden-dropout", 0.05, *STD)
+FLAGS = ("--fp64", "--train-iters", 8, "--global-batch-size", 12, "--lr", 5e-3, "--hidden-dropout", 0.05, *STD)
 
 
 def test_predictions_scores_and_validation_agree(alone: Path, files: Path) -> None:

@@ -37,6 +37,7 @@ def from_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.often("tp2 sp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_finetuning_is_the_same_in_every_layout(tmp_path: Path, from_hf: Path, layout: str) -> None:
     ranks, flags = LAYOUTS[layout]
@@ -68,7 +69,8 @@ WAYS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", [pytest.param(name, marks=pytest.mark.long if name != "zero 1" else ()) for name in WAYS])
+@pytest.mark.often("zero 1")
+@pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_behind_another_format_as_without_it(tmp_path: Path, way: str) -> None:
     """fp16 with two skipped steps at its beginning: updates are not steps, and the loss scale is not the first one."""
     flags = (

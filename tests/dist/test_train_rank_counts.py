@@ -53,6 +53,7 @@ def test_ranks_and_micro_batches(tmp_path: Path, alone: Path, data: tuple[object
     assert {k: state(run)["layout"][k] for k in ("world_size", "dp", "sp", "tp")} == {"world_size": ranks, "dp": ranks, "sp": 1, "tp": 1}
 
 
+@pytest.mark.often("1-4")
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 4)])
 def test_resume_on_another_number_of_ranks(tmp_path: Path, alone: Path, data: tuple[object, ...], before: int, after: int) -> None:
     run = tmp_path / "run"
