@@ -125,7 +125,7 @@ def check(tmp_path: Path, cases: list[Layout], *, evenly: bool) -> None:
     run_ranks(compare, cases[0].ranks, tmp_path, cases, want, evenly)
 
 
-@pytest.mark.parametrize("cases", few(forms.CASES, 8), ids=lambda cases: "; ".join(map(str, cases)))
+@pytest.mark.parametrize("cases", few(forms.CASES, 6), ids=lambda cases: "; ".join(map(str, cases)))
 def test_a_step_holds_what_is_predicted(tmp_path: Path, cases: list[Layout]) -> None:
     check(tmp_path, cases, evenly=False)
 
@@ -159,7 +159,7 @@ def by_op(run: fake_run.RankRun) -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("cases", few(traffic.CASES, 5), ids=lambda cases: "; ".join(map(str, cases)))
+@pytest.mark.parametrize("cases", few(traffic.CASES, 4), ids=lambda cases: "; ".join(map(str, cases)))
 def test_a_step_sends_what_is_predicted(tmp_path: Path, cases: list[Layout]) -> None:
     want = [[by_op(run) for run in predicted(case, traffic.SHAPE, traffic.BATCH)] for case in cases]
     run_ranks(count, cases[0].ranks, tmp_path, cases, want, traffic, False)
@@ -171,11 +171,14 @@ def test_a_step_with_experts_sends_what_is_predicted(tmp_path: Path, cases: list
     run_ranks(count, cases[0].ranks, tmp_path, cases, want, forms, True)
 
 
-@pytest.mark.parametrize("case", [
+NEAR = [
     Layout(), Layout(sp=2, mode="chunked"), Layout(dp=2, zero=memory.zero(3)), Layout(tp=2, tp_seq=True, model=memory.DROPOUT),
     Layout(kernels=memory.FULL), Layout(dp=2, zero=memory.zero(1), micro_batches=3), Layout(cp=2), forms.pipe(), forms.pipe("zbv"),
     Layout(dp=2, model=forms.EXPERTS, zero=forms.EP), Layout(model=memory.BERT), Layout(model=memory.LLAMA | {"num_query_groups": 2}),
-], ids=str)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", few(NEAR, 4), ids=str)
 def test_the_rough_form_is_near(case: Layout) -> None:
     """At a size at which activations count; a search runs what it has chosen by it."""
     config = config_of(case, forms.SHAPE | {"hidden_size": 768, "seq_length": 1024, "ffn_hidden_size": 3072}, 2)

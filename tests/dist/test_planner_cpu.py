@@ -72,6 +72,7 @@ def test_the_planned_memory_is_the_one_that_is_measured() -> None:
         assert planned[layout].memory.peak == pytest.approx(measured, rel=plan_check.MEMORY_BOUND), layout
 
 
+@pytest.mark.long  # steps of an H200 are held in every run: unit/planner/test_planner_h200.py
 def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan_check.json"
     assert plan_check.main(["--smoke", "--json", str(path)]) == 0
@@ -84,6 +85,7 @@ def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         plan_check.main(["--pairs", "99"])
 
 
+@pytest.mark.long  # steps of an H200 are held in every run: unit/planner/test_planner_h200.py
 def test_predictions_stay_near_published_figures() -> None:
     """Short sequences, other people's code: within a fifth in the middle of those to which nothing was fitted."""
     errors = plan_check.published()["errors"]

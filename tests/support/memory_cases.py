@@ -130,7 +130,7 @@ EP = {"expert_model_parallel_size": 2}
 EXPERT_CASES = [
     [Layout(model=EXPERTS), Layout(model=MANY | TWO_GROUPS), Layout(model=SOME, micro_batches=2),
      Layout(model=SHARED, kernels=FULL)],
-    [Layout(dp=2, model=EXPERTS, zero=EP), Layout(dp=2, model=SHARED, zero=EP | {"moe_chunks": 3}),
+    [Layout(dp=2, model=EXPERTS, zero=EP), Layout(dp=2, model=SHARED, zero=EP | {"moe_chunks": 4}),
      Layout(tp=2, tp_seq=True, model=SHARED, zero=EP)],
     [Layout(model=EXPERTS | more) for more in
      (DROPOUT | PARALLEL, {"norm_placement": "post"}, {"moe_aux_loss_coeff": 0.1}, {"geglu": True},

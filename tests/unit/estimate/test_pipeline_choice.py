@@ -101,6 +101,7 @@ def test_a_choice_is_said_and_stays() -> None:
 
 
 def test_a_dry_run_says_what_is_chosen() -> None:
-    text = dry_run(config(AUTO), 2, "text")
-    best = choose(try_schedules(config(AUTO), 2))
+    flags = f"{AUTO} --seq-length 64"
+    text = dry_run(config(flags, layers=8), 2, "text")
+    best = choose(try_schedules(config(flags, layers=8), 2))
     assert f"--pipeline-schedule auto: {best.kind}" in text and f"pp 2 ({best.kind}" in text

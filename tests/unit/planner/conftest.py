@@ -1,32 +1,15 @@
-"""Searches without runs: what a run of a layout would tell is that of the rough forms, so that a search takes no time."""
+"""The fixture of tests in which no layout is run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-
-from megatron_sp.config.schema import Config
-from megatron_sp.estimate.rough import rough_ranks
-from megatron_sp.planner.fake_run import Prediction
-from megatron_sp.planner.forecast import rough_seconds
-from megatron_sp.planner.machine import Machine
-from megatron_sp.planner.timeline import StepTime, TrafficPlan
+from support.rough_runs import without_runs
 
 
-def predict_roughly(config: Config, world_size: int, kind: str, machine: Machine | None = None) -> Prediction:
-    """The memory of the fullest rank and the seconds of the slowest one, by the rough forms."""
-    assert machine is not None
-    ranks = rough_ranks(config, world_size, kind)  # type: ignore[arg-type]
-    memory = max((rank.plan() for rank in ranks), key=lambda plan: plan.peak)
-    seconds = max(rough_seconds(rank, machine) for rank in ranks)
-    return Prediction(memory, TrafficPlan(()), 1, StepTime(seconds, 0, 0, 0, 0, 0, 0, 0, ()))
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def rough_runs() -> Iterator[None]:
-    """No layout of a search is run, and a command has this process alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_sp.planner.fake_run.predict", predict_roughly)
-        patch.setattr("megatron_sp.planner.command.num_cores", lambda: 1)
+    """What runs would tell is that of the rough forms."""
+    with without_runs():
         yield

@@ -57,39 +57,36 @@ def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_context_parallelism_sends_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--dry-run", "--world-size", "16", "--cp-size", "4", "--bf16", "--seq-length", "64", "--num-layers", "2")
-    text = says(capsys, *flags)
-    for part in ("dp 4, cp 4,", "all_to_all between 4 (cp): keys and values, forward; 100% under ", "between 16 (dp x cp x sp): gradients"):
+    flags = ("--dry-run", "--world-size", "16", "--bf16", "--cp-size", "4", "--seq-length", "64", "--num-layers", "2")
+    measured = "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp"
+    text = says(capsys, *flags, "--cp-comm-type", "auto", "--reset-attention-mask")
+    for part in (
+        "dp 4, cp 4,", "all_to_all between 4 (cp): keys and values, forward; 100% under ", "between 16 (dp x cp x sp): gradients",
+        "each row is counted as one document", measured,
+    ):  # fmt: skip
         assert part in text, f"{part!r} is missing in\n{text}"
-    assert "each row is counted as one document" not in text
-    assert "each row is counted as one document" in says(capsys, *flags, "--reset-attention-mask")
     alone = says(capsys, *flags, "--window-size", "1")
     assert "the 4 cp ranks exchange no keys and values: with this mask a token sees itself alone" in alone and "(cp)" not in alone
-
-
-def test_sizes_that_a_run_would_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    said = says(
-        capsys,
-        "--dry-run",
-        "--world-size",
-        "16",
-        "--bf16",
-        "--cp-size",
-        "4",
-        "--seq-length",
-        "64",
-        "--num-layers",
-        "2",
-        "--cp-comm-type",
-        "auto",
-    )
-    assert "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp" in said
-    assert "dp 4, cp 4," in said and "between 4 (cp)" in said
+    assert "each row is counted as one document" not in alone and measured not in alone
 
 
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(
-        says(capsys, "--dry-run", "json", "--world-size", "16", "--zero-stage", "2", "--device", "cpu", "--seq-length", "64")
+        says(
+            capsys,
+            "--dry-run",
+            "json",
+            "--world-size",
+            "16",
+            "--zero-stage",
+            "2",
+            "--device",
+            "cpu",
+            "--seq-length",
+            "32",
+            "--num-layers",
+            "2",
+        )
     )
     assert record["layout"] == {"pp": 1, "dp": 16, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "zero_stage": 2}
     assert record["device"] == "cpu" and record["micro_batches"] == 4 and record["world_size"] == 16
@@ -100,6 +97,7 @@ def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(remedy["peak"] < memory["peak"] for remedy in record["remedies"])
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_mistakes_are_those_of_a_run_with_so_many_processes(capsys: pytest.CaptureFixture[str]) -> None:
     text = says(capsys, "--dry-run", "--world-size", "6", "--sp-size", "4", code=2)
     assert "the number of processes (6) must be a multiple of" in text
@@ -110,6 +108,7 @@ def test_mistakes_are_those_of_a_run_with_so_many_processes(capsys: pytest.Captu
     assert "--dry-run: expected nothing, or one of text, json, got 'yaml'" in says(capsys, "--dry-run=yaml", code=2)
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_a_launcher_says_how_many_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert "8 processes on" in says(capsys, "--dry-run")
@@ -117,6 +116,7 @@ def test_a_launcher_says_how_many_processes(capsys: pytest.CaptureFixture[str], 
     assert says(capsys, "--dry-run") == "", "rank 0 alone speaks"
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_it_says_what_its_host_would_refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of GPUs it knows nothing, and of other hosts neither."""
     monkeypatch.setattr(dry_run, "host_memory_bytes", lambda: 2**20)
@@ -151,6 +151,7 @@ def test_the_page_shows_what_its_command_prints() -> None:
     assert not missing, missing
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_the_vocabulary_may_come_from_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [word for word in MODEL if word not in ("--vocab-size", "32000")]
     config = config_from_args([*flags, "--tokenizer-type", "ByteTokenizer"], world_size=2)
@@ -253,6 +254,7 @@ def test_the_warning_has_the_arithmetic() -> None:
     assert smallest == before
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_load_and_save_are_looked_at_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(code: int, *flags: str) -> str:
         with pytest.raises(SystemExit) as end:
@@ -281,6 +283,7 @@ def test_load_and_save_are_looked_at_as_a_run_would(tmp_path: Path, capsys: pyte
         assert "says that step 4 was saved, but" in refused(3, "--save", str(other), *load)
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_impossible_sizes_are_answered_at_once_and_the_largest_possible_too(capsys: pytest.CaptureFixture[str]) -> None:
     impossible = {
         "--num-layers": 10**8, "--seq-length": 10**8, "--train-iters": 10**20, "--distributed-timeout-minutes": 1e300,
@@ -293,10 +296,12 @@ def test_impossible_sizes_are_answered_at_once_and_the_largest_possible_too(caps
     assert "peak: " in says(capsys, "--dry-run", "--num-layers", "4096", "--hidden-size", str(2**20), "--seq-length", str(2**25))
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_ignored_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ignored: --sequence-parallel (" in says(capsys, "--dry-run", "--sequence-parallel")
 
 
+@pytest.mark.usefixtures("rough_runs")
 def test_the_copy_of_a_save_is_counted_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     """On CPUs among what stays, on GPUs in host memory; none with --no-async-save, or without saves before the end."""
     saves = ("--save", "x", "--save-interval", "5", "--bf16", "--zero-stage", "1", "--seq-length", "64", "--num-layers", "2")

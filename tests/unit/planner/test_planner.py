@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rough_runs import without_runs
 
 from megatron_sp.commands import cli
 from megatron_sp.config.flags.arguments import config_from_args
@@ -49,13 +50,15 @@ def found_for(flags: str = "", memory_gib: float = 0.0, gpus: int = 4, few: int 
 
 
 @pytest.fixture(scope="module")
-def roomy(rough_runs: None) -> Findings:
-    return found_for("--micro-batch-size 1", few=6)
+def roomy() -> Findings:
+    with without_runs():
+        return found_for("--micro-batch-size 1", few=6)
 
 
 @pytest.fixture(scope="module")
-def narrow(rough_runs: None) -> Findings:
-    return found_for("--micro-batch-size 1", NARROW, few=6)
+def narrow() -> Findings:
+    with without_runs():
+        return found_for("--micro-batch-size 1", NARROW, few=6)
 
 
 def test_what_is_tried() -> None:
@@ -392,8 +395,9 @@ def stages_found(flags: str = "", link: str = "ib-400g") -> Findings:
 
 
 @pytest.fixture(scope="module")
-def two_nodes(rough_runs: None) -> Findings:
-    return stages_found("--tensor-model-parallel-size 2 --context-parallel-size 1")
+def two_nodes() -> Findings:
+    with without_runs():
+        return stages_found("--tensor-model-parallel-size 2 --context-parallel-size 1")
 
 
 def test_stages_are_of_whole_nodes_with_the_simplest_schedule_and_the_shortest(two_nodes: Findings) -> None:

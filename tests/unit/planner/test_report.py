@@ -66,7 +66,10 @@ def test_what_does_not_hide_under_attention_is_exposed() -> None:
 
 def test_attention_takes_the_time_of_the_rank_with_most_pairs() -> None:
     """As with Ulysses, but for calls and merges; contiguous chunks nearly double it."""
-    ulysses, zigzag, contiguous = (stepped(flags).attention for flags in ("--sp-size 8", "--cp-size 8", "--cp-size 8 --cp-chunks 1"))
+    ulysses, zigzag, contiguous = (
+        stepped(f"--num-layers 2 --global-batch-size 1 {flags}").attention
+        for flags in ("--sp-size 8", "--cp-size 8", "--cp-size 8 --cp-chunks 1")
+    )
     assert ulysses < zigzag < 1.2 * ulysses and 1.6 * zigzag < contiguous < 2 * zigzag
 
 
