@@ -1,11 +1,10 @@
-"""Parameters of a model and FLOPs of a training step in closed form, and peak rates for MFU.
+"""Parameters of a model and FLOPs of a training step in closed form, and peak rates for MFU."""
 
-FLOPs are counted in the two common conventions: *full* counts every attention score, *causal* only those that a causal
-mask needs (half of them, fewer in a sliding window), which is what a good kernel computes, and the fairer figure for
-long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward pass as twice the forward pass,
-and no recomputation (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B). Of experts those count that a token has
-chosen, and the router.
-"""
+# FLOPs are counted in the two common conventions: *full* counts every attention score, *causal* only those that a
+# causal mask needs (half of them, fewer in a sliding window), which is what a good kernel computes, and the fairer
+# figure for long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward pass as twice the
+# forward pass, and no recomputation (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B). Of experts those count that
+# a token has chosen, and the router.
 
 from __future__ import annotations
 
@@ -27,17 +26,16 @@ _NAME_TO_PEAK = (
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of the whole model, without rows that pad the vocabulary."""
+    """Parameters of the whole model, without rows that pad the vocabulary."""
     return _count(model, model.num_experts or 0)
 
 
 def count_active_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters that a token uses: all but the experts that it does not choose."""
+    """Parameters that a token uses: all but the experts that it does not choose."""
     return _count(model, model.moe_router_topk)
 
 
 def describe_parameters(model: ModelConfig) -> str:
-    """Return the number of parameters in words, of a model with experts with those that a token uses."""
     active = f", {format_count(count_active_parameters(model))} active" if model.has_experts else ""
     return f"{format_parameters(count_parameters(model))} parameters{active}"
 
@@ -66,14 +64,12 @@ def _count(model: ModelConfig, experts: int) -> int:
 
 
 def mlp_parameters(model: ModelConfig, width: int) -> int:
-    """Return the parameters of an MLP or an expert of this width."""
     assert model.hidden_size
     h, wide = model.hidden_size, width * (2 if model.is_gated else 1)
     return wide * h + h * width + (wide + h) * model.mlp_bias
 
 
 def norm_widths(model: ModelConfig) -> tuple[int, ...]:
-    """Return the widths of the norms of queries and keys in a block."""
     if not model.qk_layernorm:
         return ()
     assert model.num_attention_heads
@@ -82,10 +78,7 @@ def norm_widths(model: ModelConfig) -> tuple[int, ...]:
 
 
 def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
-    """Return forward FLOPs for one token of a full sequence: (all but attention scores, scores without a mask).
-
-    ``head_share``: share of the tokens that the LM head processes: for BERT the masked ones.
-    """
+    """Return forward FLOPs for one token of a full sequence: (all but attention scores, scores without a mask)."""
     layers, h, s = config.num_layers, config.hidden_size, config.seq_length
     assert layers and h and s and config.num_attention_heads and config.vocab_size
     heads_width, kv_width = config.num_attention_heads * config.head_dim, config.num_groups * config.head_dim
@@ -96,7 +89,7 @@ def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tup
 
 
 def mlp_sizes(config: ModelConfig) -> list[int]:
-    """Return the multiply-adds of each layer's MLP for one token; with experts of the router and of those it takes."""
+    """Multiply-adds of each layer's MLP for one token; with experts of the router and of those it takes."""
     assert config.num_layers and config.hidden_size
     each = config.hidden_size * (3 if config.is_gated else 2)
     found = [each * config.ffn_size] * config.num_layers
@@ -107,7 +100,7 @@ def mlp_sizes(config: ModelConfig) -> list[int]:
 
 
 def layer_shares(config: ModelConfig) -> list[float]:
-    """Return the FLOPs of each layer in those of a layer on average, with scores as the mask leaves them."""
+    """FLOPs of each layer in those of a mean one, with scores as the mask leaves them."""
     assert config.num_layers
     sizes = mlp_sizes(config)
     if len(set(sizes)) == 1:
@@ -118,7 +111,7 @@ def layer_shares(config: ModelConfig) -> list[float]:
 
 
 def head_in_layers(config: ModelConfig, head_share: float = 1.0) -> float:
-    """Return how many layers have as many FLOPs as the head, causal attention counted as it is computed."""
+    """Return how many layers have as many FLOPs as the head."""
     assert config.num_layers and config.hidden_size and config.vocab_size
     dense, scores = forward_flops_per_token(config, head_share)
     head = 2.0 * head_share * config.hidden_size * (config.vocab_size + (config.hidden_size if config.is_bert else 0))
@@ -126,7 +119,7 @@ def head_in_layers(config: ModelConfig, head_share: float = 1.0) -> float:
 
 
 def pairs_per_position(config: ModelConfig) -> float:
-    """Return how many pairs of a query and a key cost a layer as many FLOPs as all else of it at one position."""
+    """Pairs of a query and a key that cost a layer as many FLOPs as all else of it at one position."""
     assert config.num_layers and config.num_attention_heads
     dense, _ = forward_flops_per_token(config, 0.0)
     return dense / config.num_layers / (4.0 * config.num_attention_heads * config.head_dim)
@@ -139,10 +132,8 @@ def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[
 
 
 def seen_share(config: ModelConfig) -> float:
-    """Return the share of query-key pairs that the mask leaves, for long sequences.
-
-    1 for BERT, 1/2 for a causal mask, and r - r^2/2 for a sliding window of r = w/s of the sequence.
-    """
+    """Share of query-key pairs that the mask leaves, for long sequences."""
+    # 1 for BERT, 1/2 for a causal mask, and r - r^2/2 for a sliding window of r = w/s of the sequence
     assert config.seq_length
     if config.is_bert:
         return 1.0
@@ -151,15 +142,15 @@ def seen_share(config: ModelConfig) -> float:
 
 
 def head_share(config: Config) -> float:
-    """Return the share of the positions that the head processes: for BERT the masked ones, else all."""
+    """Share of the positions that the head processes: for BERT the masked ones, else all."""
     return config.data.mask_prob if config.model.is_bert else 1.0
 
 
 def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return the peak rate of a device for MFU, in TFLOP/s, and its name; (0, "unknown") for a GPU without an entry.
 
-    ``choice`` is --peak-tflops: a number, a name in ``PEAK_TFLOPS``, or None for the device's own peak. That of a CPU is
-    measured with short matrix products in ``dtype``, with the threads of this process.
+    ``choice`` is --peak-tflops: a number, a name in ``PEAK_TFLOPS``, or None for the device's own peak. That of a CPU
+    is measured with short matrix products in ``dtype``.
     """
     if choice is not None:
         return (PEAK_TFLOPS[choice], choice) if choice in PEAK_TFLOPS else (float(choice), f"{choice} TFLOP/s")

@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 
 def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Return the number of layers of each stage, in their order; the head counts as so many layers as it has FLOPs.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
+    """Layers of each stage, in their order; ValueError if there are fewer layers than stages."""
+    # the head counts as so many layers as it has FLOPs
     assert model.num_layers
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
     if parallel.pipeline_model_parallel_layout is not None:
@@ -43,7 +40,7 @@ def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
 
 
 def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
-    """Return the FLOPs of a layer's passes (of unlike layers the mean) in those of its forward pass."""
+    """FLOPs of a layer's passes (of unlike layers the mean) in those of its forward pass."""
     dense, scores = forward_flops_per_token(model, 0.0)
     scores *= seen_share(model)
     share = dense / (dense + scores)
@@ -58,14 +55,13 @@ def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
 def pipeline_plan(
     model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int
 ) -> PipelinePlan:
-    """Return the schedule of a configuration."""
     kind = cast("PipelineKind", parallel.pipeline_kind)
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
     return plan_pipeline(kind, p, v, num_micro_batches, parallel.num_pipeline_slices, layer_costs(model, kernels))
 
 
 def enough_micro_batches(parallel: ParallelConfig, num_micro_batches: int) -> int:
-    """Return how many micro-batches of a step show all of it: beyond a few rounds nothing changes."""
+    """Micro-batches of a step that show all of it: beyond a few rounds nothing changes."""
     return min(num_micro_batches, 4 * parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank)
 
 

@@ -35,7 +35,7 @@ class Moment:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Memory that is taken at this moment beside what stays."""
+        # memory that is taken at this moment beside what stays
         return sum(line.num_bytes for line in self.lines)
 
 
@@ -51,30 +51,29 @@ class MemoryPlan:
 
     @property
     def resident(self) -> int:
-        """Memory that stays for the whole run."""
+        # memory that stays for the whole run
         return sum(line.num_bytes for line in self.stays)
 
     @cached_property
     def worst(self) -> Moment:
-        """Moment that takes the most."""
+        # moment that takes the most
         return max(self.moments, key=lambda m: m.num_bytes)
 
     @property
     def peak(self) -> int:
-        """Largest memory of a rank at any moment."""
+        # largest memory of a rank at any moment
         return self.resident + self.worst.num_bytes
 
     @property
     def graphs(self) -> int:
-        """Bytes of the pool of captured steps, which are part of the peak: all that a step allocates."""
+        # bytes of the pool of captured steps, which are part of the peak: all that a step allocates
         return self.worst.num_bytes if self.is_captured else 0
 
     def peak_of(self, phase: str) -> int:
-        """Return the peak within a phase."""
+        # peak within a phase
         return self.resident + max(m.num_bytes for m in self.moments if m.phase == phase)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON."""
         worst = {"phase": self.worst.phase, "name": self.worst.name, **dict(self.worst.lines)}
         return {
             "resident": self.resident, "peak": self.peak, "host": self.host, "optimizer_host": self.optimizer_host,

@@ -1,10 +1,9 @@
-"""Choice of a pipeline's schedule (--pipeline-schedule auto) from numbers alone, the same on every rank and resume.
+"""Choice of a pipeline's schedule (--pipeline-schedule auto) from numbers alone, the same on every rank and resume."""
 
-The schedules that the flags leave are replayed with the FLOPs of their stages, and the shortest is taken of those that
-take at most a fifth more memory than the first one, 1F1B, or with several stages on a rank interleaved. A schedule that
-saves less than a hundredth is not worth what it complicates, so the simpler ones come first. Slices are tried if
---pipeline-slices asks for them: they round otherwise than the rest, of which each has the bits of 1F1B.
-"""
+# The schedules that the flags leave are replayed with the FLOPs of their stages, and the shortest is taken of those
+# that take at most a fifth more memory than the first one, 1F1B, or with several stages on a rank interleaved. A
+# schedule that saves less than a hundredth is not worth what it complicates, so the simpler ones come first. Slices are
+# tried if --pipeline-slices asks for them: they round otherwise than the rest, of which each has the bits of 1F1B.
 
 from __future__ import annotations
 
@@ -37,10 +36,8 @@ class Tried(NamedTuple):
 def costs_of_stages(
     model: ModelConfig, kernels: KernelConfig, layers: tuple[int, ...], num_slices: int = 1
 ) -> list[Costs]:
-    """Return the time of each stage's passes, of a slice those of its share, in that of a layer's forward pass.
-
-    The head is computed in the backward pass of the last stage, forward and backward.
-    """
+    """Times of each stage's passes, in that of a layer's forward pass; of a slice those of its share."""
+    # the head is computed in the backward pass of the last stage, forward and backward
     each, head, shares = layer_costs(model, kernels), head_in_layers(model), layer_shares(model)
     ends = list(accumulate(layers, initial=0))
     sizes = [sum(shares[start:stop]) / num_slices for start, stop in pairwise(ends)]
@@ -61,7 +58,8 @@ def allowed_schedules(config: Config, num_micro_batches: int) -> list[Tried]:
         plan = pipeline_plan(trial.model, trial.kernels, trial.parallel, first_ones)
         layers = layers_of_stages(trial.model, trial.parallel)
         costs = costs_of_stages(trial.model, trial.kernels, layers, plan.num_slices)
-        played = replay(plan, lambda action, costs=costs: costs[action.stage].of(action.kind))  # type: ignore[misc]
+        seconds = lambda action, costs=costs: costs[action.stage].of(action.kind)
+        played = replay(plan, seconds)
         times = num_micro_batches / first_ones
         time = played.time + (times - 1) * max(played.busy)
         allowed.append(Tried(kind, time, 1 - times * sum(played.busy) / (time * plan.num_ranks)))
@@ -69,7 +67,7 @@ def allowed_schedules(config: Config, num_micro_batches: int) -> list[Tried]:
 
 
 def try_schedules(config: Config, world_size: int) -> list[Tried]:
-    """Return the schedules that a configuration allows, with their memory; the model's ``vocab_size`` must be set."""
+    """Return the schedules that a configuration allows, with their memory."""
     samples = config.batch.micro_batch_size * config.parallel.dp_size(world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" else "cuda"
     return [
@@ -97,7 +95,7 @@ def choose(tried: list[Tried]) -> Tried:
 
 
 def settle_schedule(config: Config, world_size: int) -> str:
-    """Replace --pipeline-schedule auto, of a model whose ``vocab_size`` is set; return a line about the choice, or ""."""
+    """Replace --pipeline-schedule auto, of a model whose ``vocab_size`` is set; return a line about it, or ""."""
     if config.parallel.pipeline_schedule != "auto":
         return ""
     if config.parallel.pipeline_model_parallel_size == 1:

@@ -1,9 +1,8 @@
-"""Memory of a rank by a rough form: to choose among many configurations, of which the best are then run.
+"""Memory of a rank by a rough form: to choose among many configurations, of which the best are then run."""
 
-It knows what grows: parameters, gradients and optimizer state with ZeRO, what layers save for backward, and the largest
-temporaries. What the program really holds is told by running it without contents (``planner/fake_run.py``), which takes
-too long for thousands of layouts and for the start of a run; a test compares the two.
-"""
+# It knows what grows: parameters, gradients and optimizer state with ZeRO, what layers save for backward, and the
+# largest temporaries. What the program really holds is told by running it without contents (``planner/fake_run.py``),
+# which takes too long for thousands of layouts and for the start of a run; a test compares the two.
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ class RoughRank:
 
     @cached_property
     def layer(self) -> tuple[float, float]:
-        """Parameters of a layer of this rank, (all but experts, its experts); of unlike layers the mean."""
+        # parameters of a layer of this rank, (all but experts, its experts); of unlike layers the mean
         model, share = self.config.model, self.with_experts / max(1, len(self.layers))
         assert model.num_attention_heads
         norms = 2 if model.normalization == "LayerNorm" else 1
@@ -105,7 +104,7 @@ class RoughRank:
 
     @cached_property
     def ends(self) -> tuple[float, float]:
-        """Parameters of the embedding and of the head."""
+        # parameters of the embedding and of the head
         model, norms = self.config.model, 2 if self.config.model.normalization == "LayerNorm" else 1
         table, h = self.rows * self.h, self.h
         positions = model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0
@@ -116,12 +115,11 @@ class RoughRank:
 
     @property
     def num_params(self) -> float:
-        """Parameters that this rank works with."""
         return sum(self.layer) * len(self.layers) + sum(self.ends)
 
     @cached_property
     def shard(self) -> float:
-        """Elements of this rank's shards of all parameters."""
+        # elements of this rank's shards of all parameters
         (dense, experts), ep = self.layer, self.config.parallel.expert_model_parallel_size
         of_replicas = (dense * len(self.layers) + sum(self.ends)) / self.replicas
         return of_replicas + experts * len(self.layers) / max(1.0, self.replicas * self.parts / ep)
@@ -130,7 +128,7 @@ class RoughRank:
 
     @cached_property
     def mlp(self) -> tuple[float, float]:
-        """Bytes of an MLP or of experts before the activation function and after it, on average over the layers."""
+        # bytes of an MLP or of experts before the activation function and after it, on average over the layers
         model, share = self.config.model, self.with_experts / max(1, len(self.layers))
         gate = 2 if model.is_gated else 1
         inner = (1 - share) * self.tokens * model.ffn_size / self.tp * self.e
@@ -142,26 +140,26 @@ class RoughRank:
 
     @cached_property
     def heads(self) -> tuple[float, float]:
-        """Bytes of q, k and v, and of attention's output, of this rank's heads."""
+        # bytes of q, k and v, and of attention's output, of this rank's heads
         element = self.all_tokens * self.d * self.e
         return (self.queries + 2 * self.keys) * element, self.queries * element
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if attention writes all scores to memory."""
+        # true if attention writes all scores to memory
         model, backend = self.config.model, self.config.kernels.attention_backend
         drops = model.attention_dropout > 0 and (self.cp > 1 or not self.cuda)
         return backend in ("unfused", "local") or drops or (self.cuda and self.e == 8)
 
     @cached_property
     def scores(self) -> float:
-        """Bytes of one tensor of attention scores, where there is one."""
+        # bytes of one tensor of attention scores, where there is one
         length = self.config.model.seq_length or 0
         return self.is_plain * self.queries * self.all_tokens * length * self.wide / self.cp
 
     @cached_property
     def saved(self) -> tuple[float, float]:
-        """Bytes that a layer saves for backward, and that it saves if it is computed again."""
+        # bytes that a layer saves for backward, and that it saves if it is computed again
         model, kernels = self.config.model, self.config.kernels
         qkv, out = self.heads
         joined = self.tokens * (model.num_attention_heads or 0) / self.tp * self.d * self.e if self.sp > 1 else 0.0
@@ -183,26 +181,26 @@ class RoughRank:
 
     @cached_property
     def again(self) -> float:
-        """Share of the layers that are computed again in backward."""
+        # share of the layers that are computed again in backward
         count = max(1, len(self.layers))
         return sum(last - first for first, last, again in recompute_plan(self.config.kernels, count) if again) / count
 
     @cached_property
     def each(self) -> float:
-        """Bytes that a layer saves, on average over those that are made again and the others."""
+        # bytes that a layer saves, on average over those that are made again and the others
         whole, remade = self.saved
         return whole * (1 - self.again) + remade * self.again
 
     @cached_property
     def put_off(self) -> float:
-        """Bytes of the operands of a layer's gradients of weights, between B and W."""
+        # bytes of the operands of a layer's gradients of weights, between B and W
         share = self.with_experts / max(1, len(self.layers))
         rows = share * self.tokens / self.parts * self.config.model.moe_router_topk * 2 * self.h * self.e
         return (2 + 2 * (1 - share)) * self.whole + sum(self.heads) + sum(self.mlp) + rows
 
     @cached_property
     def inside(self) -> tuple[float, float, float]:
-        """Bytes beside what is saved: (forward in a layer, backward in one, what one saves that is made again)."""
+        # bytes beside what is saved: (forward in a layer, backward in one, what one saves that is made again)
         model, kernels = self.config.model, self.config.kernels
         qkv, out = self.heads
         wide, inner = self.mlp
@@ -222,7 +220,7 @@ class RoughRank:
 
     @cached_property
     def head(self) -> float:
-        """Bytes of the head's temporaries."""
+        # bytes of the head's temporaries
         if not self.has_head:
             return 0.0
         tokens = self.tokens
@@ -238,7 +236,6 @@ class RoughRank:
     # the step
 
     def plan(self) -> MemoryPlan:
-        """Return the memory of this rank."""
         config, parallel, e, wide = self.config, self.config.parallel, self.e, self.wide
         stage, total, shard = parallel.zero_stage, self.num_params, self.shard
         sharded, of_layer, (embedding, head) = stage > 0, sum(self.layer), self.ends
@@ -316,12 +313,10 @@ def rough_memory(config: Config, world_size: int, device: Device) -> MemoryPlan:
 
 
 def copy_bytes(config: Config, world_size: int) -> int:
-    """Return the bytes of host memory for the copy of a background save, on the rank that writes most; 0 without one.
-
-    A rank writes the part of a checkpoint of which it has no replica: of 16-bit weights 2 + 4 (master) + 4 + 4 (Adam)
-    bytes a parameter, of fp32 weights 12. From ZeRO stage 1 on that is its shard; at stage 0 whole tensors are
-    distributed over the replicas, so it is at least the largest tensor.
-    """
+    """Return the bytes of host memory for the copy of a background save, on the rank that writes most."""
+    # A rank writes the part of a checkpoint of which it has no replica: of 16-bit weights 2 + 4 (master) + 4 + 4 (Adam)
+    # bytes a parameter, of fp32 weights 12. From ZeRO stage 1 on that is its shard; at stage 0 whole tensors are
+    # distributed over the replicas, so it is at least the largest tensor.
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.save_interval or not checkpoint.async_save or config.batch.skip_train:
         return 0

@@ -41,11 +41,9 @@ def with_saves(plan: MemoryPlan, config: Config, world_size: int, device: Device
 
 
 def find_suggestions(config: Config, world_size: int, device: Device, available: float = 0) -> list[Suggestion]:
-    """Return up to three changes that lower the peak, those that bring it below ``available`` first.
-
-    Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone,
-    the last suggestion combines all changes that leave layout and precision unchanged.
-    """
+    """Return up to three changes that lower the peak, those that bring it below ``available`` first."""
+    # Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone,
+    # the last suggestion combines all changes that leave layout and precision unchanged.
     peak = plan_of(config, world_size, device).peak
     found: list[Suggestion] = []
     together, combined = copy.deepcopy(config), []
@@ -112,7 +110,7 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
 
 
 def shortage(config: Config, world_size: int, device: Device, available: int, whose: str) -> list[str]:
-    """Return the lines of a warning if a rank's predicted peak exceeds the bytes available, with words on whose; else none."""
+    """Return the lines of a warning if a rank's predicted peak exceeds the bytes available (``whose``); else none."""
     plan = plan_of(config, world_size, device)
     if plan.peak <= available:
         return []

@@ -1,11 +1,11 @@
-"""Rows and bytes that context parallelism of a layout sends under a mask: the planner's table, and part of --picture.
+"""Rows and bytes that context parallelism sends under a mask: the planner's table, and part of --picture."""
 
-The mask is that of the model's flags (causal or bidirectional, length, window) and, with ``--documents``, of one packed
-row. From it follows the plan by which a run exchanges (``parallel/context_plan.py``); nothing here is estimated.
-
-``context_svg`` draws a lane for each rank along the row: the positions it has, and, thinner, those whose keys and
-values it receives, in the colour of the rank that sends them. ``context_matrix`` has the same in numbers.
-"""
+# The mask is that of the model's flags (causal or bidirectional, length, window) and, with ``--documents``, of one
+# packed row. From it follows the plan by which a run exchanges (``parallel/context_plan.py``); nothing here is
+# estimated.
+#
+# ``context_svg`` draws a lane for each rank along the row: the positions it has, and, thinner, those whose keys and
+# values it receives, in the colour of the rank that sends them. ``context_matrix`` has the same in numbers.
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ class RunPlan:
             *_rows(memory.stays),
             f"and at the worst moment {worst}",
             *_rows(memory.worst.lines),
-            f"peak: {format_bytes(memory.peak)} ({peaks}); tensors alone: NCCL, the allocator and the program come on top",
+            f"peak: {format_bytes(memory.peak)} ({peaks}); tensors alone: NCCL, the allocator and the program come on"
+            " top",
             *self._of_host(), *self._of_traffic(),
         ]  # fmt: skip
         if parallel.overlap_mode == "auto" and sp > 1:

@@ -1,12 +1,11 @@
-"""Rows of a layer with experts: how many a rank sends to the ranks of the experts that its tokens choose.
+"""Rows of a layer with experts: how many a rank sends to the ranks of the experts that its tokens choose."""
 
-A row goes to a rank once, however many of its experts it has chosen. With even random choice of k of E experts on ep
-ranks
-
-    rows of a token = ep (1 - C(E - E/ep, k) / C(E, k)),    of which (ep - 1)/ep leave the rank
-
-and where a token chooses among the experts of some groups only, the mean of that over all choices of groups.
-"""
+# A row goes to a rank once, however many of its experts it has chosen. With even random choice of k of E experts on ep
+# ranks
+#
+#     rows of a token = ep (1 - C(E - E/ep, k) / C(E, k)),    of which (ep - 1)/ep leave the rank
+#
+# and where a token chooses among the experts of some groups only, the mean of that over all choices of groups.
 
 from __future__ import annotations
 

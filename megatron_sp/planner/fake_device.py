@@ -437,8 +437,8 @@ def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
 def _replace_cuda(undo: ExitStack) -> None:
     # replaces ``torch.cuda`` and SDPA by those of a GPU
     stand_ins: dict[str, Any] = {
-        "Stream": _Stream, "Event": _Stream, "stream": nullcontext, "current_stream": _Stream, "default_stream": _Stream,
-        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
+        "Stream": _Stream, "Event": _Stream, "current_stream": _Stream, "default_stream": _Stream,
+        "stream": nullcontext, "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
         "device_count": lambda: 8, "current_device": lambda: 0, "synchronize": lambda *_: None,
         "get_device_capability": lambda *_: CAPABILITY, "get_device_name": lambda *_: "a fake device",
         "get_device_properties": lambda *_: SimpleNamespace(name="a fake device", multi_processor_count=132),

@@ -1,9 +1,8 @@
-"""How fast a run is in the layout that it has, and what it costs: the planner's time of one layout, without a search.
+"""How fast a run is in the layout that it has, and what it costs: the planner's time without a search."""
 
-A dry run is made on any machine, so the one that it is for has to be named, or is assumed. ``rough_seconds`` is the
-time by a rough form: FLOPs, bytes of memory and of exchanges, and what of these is hidden. It orders the layouts of a
-search, of which the best are then run and their timelines replayed (``timeline.py``).
-"""
+# A dry run is made on any machine, so the one that it is for has to be named, or is assumed. ``rough_seconds`` is the
+# time by a rough form: FLOPs, bytes of memory and of exchanges, and what of these is hidden. It orders the layouts of a
+# search, of which the best are then run and their timelines replayed (``timeline.py``).
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class Forecast:
 
     @classmethod
     def of(cls, config: Config, machine: Machine) -> Forecast:
-        """Return the forecast for a validated configuration with its vocabulary and global batch size."""
+        # forecast for a validated configuration with its vocabulary and global batch size
         config, _ = settle_overlap(config, machine)
         from megatron_sp.planner.fake_run import step_time  # torch takes a second
 
@@ -96,11 +95,11 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted tokens per second of all GPUs together."""
+        # predicted tokens per second of all GPUs together
         return self.tokens / self.time.seconds
 
     def words(self) -> str:
-        """Return speed and machine in a line."""
+        # speed and machine in a line
         machine = self.machine
         mfu = self.model_flops / self.time.seconds / (machine.gpu.peak_tflops * 1e12 * machine.gpus)
         links = f"{machine.inside.name}{f', {machine.between.name} between hosts' if machine.between else ''}"
@@ -110,12 +109,12 @@ class Forecast:
         )
 
     def length(self, tokens: int) -> str:
-        """Return how long so many tokens take."""
+        # how long so many tokens take
         seconds = tokens / self.tokens_per_second
         return f"{seconds / 86400:.1f} days" if seconds > 2 * 86400 else format_duration(seconds)
 
     def price(self, tokens: int, per_gpu_hour: float) -> float:
-        """Return what so many tokens cost."""
+        # what so many tokens cost
         return tokens / self.tokens_per_second / 3600 * self.machine.gpus * per_gpu_hour
 
 

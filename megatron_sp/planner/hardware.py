@@ -1,9 +1,9 @@
-"""Specifications of the GPUs and links that the planner knows: peak rates, and the rates that training achieves.
+"""Specifications of the GPUs and links that the planner knows: peak rates, and the rates that training achieves."""
 
-Peaks are data-sheet values (dense, not sparse). Achieved rates are measured or published where ``source`` says so, else
-a typical share of the peak; each such share is a separate field, so that it is visible and can be changed. Attention
-rates count causal pairs only. Nothing here is more accurate than about 10%: clocks depend on power and cooling.
-"""
+# Peaks are data-sheet values (dense, not sparse). Achieved rates are measured or published where ``source`` says so,
+# else a typical share of the peak; each such share is a separate field, so that it is visible and can be changed.
+# Attention rates count causal pairs only. Nothing here is more accurate than about 10%: clocks depend on power and
+# cooling.
 
 from __future__ import annotations
 

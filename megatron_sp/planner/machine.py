@@ -1,17 +1,16 @@
-"""Model of a machine: placement of ranks on nodes, and the time of a collective.
+"""Model of a machine: placement of ranks on nodes, and the time of a collective."""
 
-Ranks are numbered node by node, and the axes run pp, dp, cp, sp, tp from slowest to fastest (``comm/groups.py``), so a
-tp group lies within a node if it fits, an sp group if tp * sp does, a cp group if tp * sp * cp does, and the group of
-dp x cp x sp spans all nodes with gpus_per_node / tp ranks on each.
-
-    ring          (all_gather, reduce_scatter, all_reduce) bytes of a rank / the lower bandwidth of: its link within
-                  the node; the network cards of the group's ranks on a node together, since each byte crosses once
-    all_to_all    the longer time of: bytes for the own node over the link within it; those for other nodes over the
-                  rank's own share of the cards
-    send (pp)     the rank's own share of the cards, unless all stages are on one node
-
-Latency: that of the link, and a step for each further rank (an all_reduce of small tensors goes down and up a tree).
-"""
+# Ranks are numbered node by node, and the axes run pp, dp, cp, sp, tp from slowest to fastest (``comm/groups.py``), so
+# a tp group lies within a node if it fits, an sp group if tp * sp does, a cp group if tp * sp * cp does, and the group
+# of dp x cp x sp spans all nodes with gpus_per_node / tp ranks on each.
+#
+#     ring          (all_gather, reduce_scatter, all_reduce) bytes of a rank / the lower bandwidth of: its link within
+#                   the node; the network cards of the group's ranks on a node together, since each byte crosses once
+#     all_to_all    the longer time of: bytes for the own node over the link within it; those for other nodes over the
+#                   rank's own share of the cards
+#     send (pp)     the rank's own share of the cards, unless all stages are on one node
+#
+# Latency: that of the link, and a step for each further rank (an all_reduce of small tensors goes down and up a tree).
 
 from __future__ import annotations
 
@@ -37,16 +36,16 @@ class Machine:
 
     @property
     def per_node(self) -> int:
-        """GPUs of a node."""
+        # GPUs of a node
         return self.gpus // self.nodes
 
     @property
     def is_cpu(self) -> bool:
-        """True if there are no GPUs: processes on CPUs."""
+        # true if there are no GPUs: processes on CPUs
         return self.gpu.units == 0
 
     def ranks_on_node(self, group: str, ranks: int, tp: int, sp: int = 1) -> int:
-        """Return the number of a group's ranks on one node; ``sp`` matters to cp alone."""
+        # number of a group's ranks on one node; ``sp`` matters to cp alone
         if group == "pp":  # farthest apart
             return max(1, min(ranks, self.per_node * ranks // self.gpus))
         if group == "ends":  # of the first and the last stage, which share nodes only where all ranks do
@@ -59,17 +58,17 @@ class Machine:
         return max(1, min(ranks, self.per_node // stride))
 
     def crosses(self, group: str, ranks: int, tp: int, sp: int = 1) -> bool:
-        """Return whether a group of ranks spans several nodes."""
+        # whether a group of ranks spans several nodes
         return self.ranks_on_node(group, ranks, tp, sp) < ranks
 
     def link_of(self, group: str, ranks: int, tp: int, sp: int = 1) -> Link:
-        """Return the link that limits a group of ranks."""
+        # link that limits a group of ranks
         if self.between is not None and self.crosses(group, ranks, tp, sp):
             return self.between
         return self.inside
 
     def seconds(self, op: str, group: str, ranks: int, tp: int, number: int, num_bytes: float, sp: int = 1) -> float:
-        """Return the time of ``number`` collectives in which a rank sends ``num_bytes`` in total."""
+        # time of ``number`` collectives in which a rank sends ``num_bytes`` in total
         if ranks == 1 or number == 0:
             return 0.0
         link = self.link_of(group, ranks, tp, sp)
@@ -80,7 +79,7 @@ class Machine:
         return latency + num_bytes / self.rate(op, group, ranks, tp, sp)
 
     def rate(self, op: str, group: str, ranks: int, tp: int, sp: int = 1) -> float:
-        """Return the bytes per second that a rank sends."""
+        # bytes per second that a rank sends
         inside = self.inside.gbs * 1e9
         near = self.ranks_on_node(group, ranks, tp, sp)
         if near == ranks or self.between is None:

@@ -1,20 +1,19 @@
-"""All layouts of a model on a number of GPUs, as configurations that differ from the given one in a few fields.
+"""All layouts of a model on a number of GPUs, as configurations that differ from the given one in a few fields."""
 
-Fields given on the command line are fixed. The others are varied:
-
-    tp                 divisors of the number of GPUs, up to the GPUs of a node and the number of heads; with and
-                       without --sequence-parallel (tp_seq)
-    sp                 divisors of gpus / tp, up to the number of heads
-    cp                 divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128;
-                       with --cp-comm-type auto that with sp is --context-parallel-size
-    pp                 divisors of the number of nodes, up to 16 and the layers; with the simplest schedule and the
-                       shortest
-    ep                 divisors of the number of experts that divide the ranks that have different tokens; of the best
-                       layouts with tokens in two chunks, too
-    exchanges of sp    none, split-qkv, chunked in 2 and 4
-    micro-batch        1, 2, 4, ... sequences
-    ZeRO stage and recomputation, cheapest in time first
-"""
+# Fields given on the command line are fixed. The others are varied:
+#
+#     tp                 divisors of the number of GPUs, up to the GPUs of a node and the number of heads; with and
+#                        without --sequence-parallel (tp_seq)
+#     sp                 divisors of gpus / tp, up to the number of heads
+#     cp                 divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128;
+#                        with --cp-comm-type auto that with sp is --context-parallel-size
+#     pp                 divisors of the number of nodes, up to 16 and the layers; with the simplest schedule and the
+#                        shortest
+#     ep                 divisors of the number of experts that divide the ranks that have different tokens; of the best
+#                        layouts with tokens in two chunks, too
+#     exchanges of sp    none, split-qkv, chunked in 2 and 4
+#     micro-batch        1, 2, 4, ... sequences
+#     ZeRO stage and recomputation, cheapest in time first
 
 from __future__ import annotations
 
@@ -63,15 +62,15 @@ class ParallelPlan:
 
     @property
     def axes(self) -> Axes:
-        """Sizes of tp, sp, cp and pp."""
+        # sizes of tp, sp, cp and pp
         return self.tp, self.sp, self.cp, self.pp
 
     def dp(self, gpus: int) -> int:
-        """Data-parallel size on so many GPUs."""
+        # data-parallel size on so many GPUs
         return gpus // math.prod(self.axes)
 
     def words(self, gpus: int) -> str:
-        """Return the layout as text."""
+        # layout as text
         dp, mode = self.dp(gpus), "" if self.mode == "none" else f" {self.mode}"
         chunks = f" in {self.moe_chunks} chunks" if self.moe_chunks > 1 else ""
         parts = {
@@ -84,20 +83,21 @@ class ParallelPlan:
         return ", ".join(part for part, is_said in parts.items() if is_said)
 
     def flags(self) -> list[str]:
-        """Return the layout as flags of pretrain_gpt.py."""
+        # layout as flags of pretrain_gpt.py
         flags = {
             f"--tensor-model-parallel-size {self.tp}": self.tp > 1, "--sequence-parallel": self.tp_seq,
             f"--sequence-parallel-size {self.sp}": self.sp > 1, f"--sp-overlap-mode {self.mode}": self.sp > 1,
             f"--context-parallel-size {self.cp}": self.cp > 1,
             f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}": self.pp > 1,
-            f"--expert-model-parallel-size {self.ep}": self.ep > 1, f"--moe-chunks {self.moe_chunks}": self.moe_chunks > 1,
+            f"--expert-model-parallel-size {self.ep}": self.ep > 1,
+            f"--moe-chunks {self.moe_chunks}": self.moe_chunks > 1,
             f"--sp-head-chunks {self.chunks}": self.chunks, f"--zero-stage {self.zero}": self.zero,
             f"--recompute-granularity {self.recompute}": self.recompute, f"--micro-batch-size {self.micro_batch}": True,
         }  # fmt: skip
         return [flag for flag, is_given in flags.items() if is_given]
 
     def apply(self, base: Config) -> Config:
-        """Return a normalised copy of a configuration with this layout."""
+        # a normalised copy of a configuration with this layout
         config = copy.copy(base)  # unchanged sections are shared: a search makes thousands of copies
         parallel, kernels, batch = copy.copy(base.parallel), copy.copy(base.kernels), copy.copy(base.batch)
         config.parallel, config.kernels, config.batch = parallel, kernels, batch

@@ -1,7 +1,6 @@
-"""Picture of the plan (--picture): memory of a GPU by kind for the best layouts, its capacity, and tokens per second.
+"""Picture of the plan (--picture): memory of a GPU by kind for the best layouts, its capacity, and tokens/s."""
 
-In an SVG who sends which rows to whom stands below, if the best layout has context parallelism.
-"""
+# In an SVG who sends which rows to whom stands below, if the best layout has context parallelism.
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Search of all layouts for the fastest ones that fit, with a reason for each group of those that do not.
+"""Search of all layouts for the fastest ones that fit, with a reason for each group of those that do not."""
 
-Rough forms of memory and time order all layouts (``estimate/rough.py``, ``forecast.py``). Of each choice of axes the
-fastest are run without contents, and these runs tell what they need and how fast they are (``fake_run.py``). A layout
-that only saves more memory than a fitting one, at the same or a higher cost in time, is skipped: ZeRO stages and
-recomputation are tried from the cheapest on until one fits, larger micro-batches as long as one fits, and for each
-combination only the largest few micro-batches that fit are timed. What does not fit with the smallest micro-batch is
-not tried with larger ones.
-"""
+# Rough forms of memory and time order all layouts (``estimate/rough.py``, ``forecast.py``). Of each choice of axes the
+# fastest are run without contents, and these runs tell what they need and how fast they are (``fake_run.py``). A layout
+# that only saves more memory than a fitting one, at the same or a higher cost in time, is skipped: ZeRO stages and
+# recomputation are tried from the cheapest on until one fits, larger micro-batches as long as one fits, and for each
+# combination only the largest few micro-batches that fit are timed. What does not fit with the smallest micro-batch is
+# not tried with larger ones.
 
 from __future__ import annotations
 
@@ -56,22 +55,22 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted tokens per second of all GPUs together."""
+        # predicted tokens per second of all GPUs together
         return self.tokens / self.time.seconds
 
     @property
     def mfu(self) -> float:
-        """Predicted model FLOPs utilization: useful FLOPs relative to the peak of the GPUs."""
+        # predicted model FLOPs utilization: useful FLOPs relative to the peak of the GPUs
         return self.model_flops / self.time.seconds / (self.machine.gpu.peak_tflops * 1e12 * self.machine.gpus)
 
     @property
     def needs(self) -> int:
-        """Memory that a GPU needs, with the reserve."""
+        # memory that a GPU needs, with the reserve
         return self.memory.peak + self.reserve
 
     @property
     def is_tight(self) -> bool:
-        """True if the layout leaves under 5 % of the memory, which may be less than the error of the prediction."""
+        # true if the layout leaves under 5 % of the memory, which may be less than the error of the prediction
         return self.needs > TIGHT * self.machine.memory_bytes
 
 
@@ -102,7 +101,7 @@ class Findings:
     tried: int = 0  # layouts whose memory was computed
 
     def best_of_each(self) -> list[Candidate]:
-        """Return the first candidate for each choice of tp, sp, cp and pp sizes."""
+        # first candidate for each choice of tp, sp, cp and pp sizes
         best: dict[Axes, Candidate] = {}
         for candidate in self.candidates:
             best.setdefault(candidate.layout.axes, candidate)
@@ -112,7 +111,7 @@ class Findings:
 def search(base: Config, given: Given, machine: Machine, processes: int = 1, finalists: int = FINALISTS) -> Findings:
     """Search all layouts of a model whose ``vocab_size`` and ``global_batch_size`` are set.
 
-    Fields in ``given`` are fixed; ``finalists`` layouts are run, shared by ``processes``, on which nothing else depends.
+    Fields in ``given`` are fixed; ``finalists`` layouts are run, by so many ``processes``: the result is the same.
     """
     findings, least, refused = Findings(), dict[Axes, tuple[int, ParallelPlan]](), dict[str, list[ParallelPlan]]()
     for layout in plans.frames(base, given, machine.gpus, machine.per_node):

@@ -1,20 +1,20 @@
-"""Time of a step, by replaying what a rank did in it: operators, collectives, and where it waited for them.
+"""Time of a step, by replaying what a rank did in it: operators, collectives, and where it waited for them."""
 
-    product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not
-                 full or the inner dimension is short
-    attention    FLOPs of the pairs that the mask leaves, at the kernel's rate; lower for narrow heads, short sequences
-    the rest     bytes / memory rate
-
-Collectives of a link come one after another. One that is waited for before it has ended exposes what is left of it; the
-rest was hidden under what ran meanwhile, and slows that down by the share of its multiprocessors that NCCL takes. With
---nccl-sp-ctas and --nccl-dp-ctas it takes no more than those, and moves no more than their share of what a link
-carries.
-
-Python runs ahead of a GPU, so a step takes as long as the slower of the two. Its time does not depend on the size of
-anything: ``host_ms`` for each layer of a micro-batch, as much again for embedding, head and update together, a third of
-it for a forward pass that is repeated, and ``_EXCHANGE`` of it for each of Ulysses' exchanges. Steps that can be
-captured (--cuda-graphs) are launched without Python.
-"""
+#     product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not
+#                  full or the inner dimension is short
+#     attention    FLOPs of the pairs that the mask leaves, at the kernel's rate; lower for narrow heads and short
+#                  sequences
+#     the rest     bytes / memory rate
+#
+# Collectives of a link come one after another. One that is waited for before it has ended exposes what is left of it;
+# the rest was hidden under what ran meanwhile, and slows that down by the share of its multiprocessors that NCCL takes.
+# With --nccl-sp-ctas and --nccl-dp-ctas it takes no more than those, and moves no more than their share of what a link
+# carries.
+#
+# Python runs ahead of a GPU, so a step takes as long as the slower of the two. Its time does not depend on the size of
+# anything: ``host_ms`` for each layer of a micro-batch, as much again for embedding, head and update together, a third
+# of it for a forward pass that is repeated, and ``_EXCHANGE`` of it for each of Ulysses' exchanges. Steps that can be
+# captured (--cuda-graphs) are launched without Python.
 
 from __future__ import annotations
 
@@ -189,21 +189,17 @@ class TrafficPlan:
 
     @property
     def number(self) -> int:
-        """Number of collectives in a step."""
         return sum(flow.number for flow in self.flows)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a rank sends in a step."""
         return sum(flow.num_bytes for flow in self.flows)
 
     @property
     def can_hide(self) -> int:
-        """Bytes of a step that can be sent under computation."""
         return sum(flow.can_hide for flow in self.flows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON."""
         totals = {"number": self.number, "num_bytes": self.num_bytes, "can_hide": self.can_hide}
         return {**totals, "flows": [asdict(flow) for flow in self.flows]}
 
@@ -218,7 +214,7 @@ class Exchange(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Time that is not hidden under computation."""
+        # time that is not hidden under computation
         return self.seconds - self.hidden
 
 
@@ -239,7 +235,7 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Time of all exchanges that is not hidden."""
+        # time of all exchanges that is not hidden
         return sum(exchange.exposed for exchange in self.exchanges)
 
     @property
@@ -249,17 +245,16 @@ class StepTime:
 
     @property
     def host(self) -> float:
-        """Time that the GPU waits for Python."""
+        # time that the GPU waits for Python
         return max(0.0, self.python - self._of_gpu)
 
     @property
     def seconds(self) -> float:
-        """Predicted time of a step."""
         return self._of_gpu + self.host + self.bubble
 
     @property
     def bound(self) -> str:
-        """Text with the cause that takes most of the time."""
+        # text with the cause that takes most of the time
         parts = {
             "matrix products": self.products, "attention": self.attention,
             "memory bandwidth": self.memory + self.update, "Python and launches": self.host,
@@ -352,7 +347,7 @@ class Replay:
 
 
 def share_of_units(config: Config, machine: Machine, group: str) -> float:
-    """Return the multiprocessors that a collective takes, of those that NCCL takes by itself, as a share."""
+    # multiprocessors that a collective takes, of those that NCCL takes by itself, as a share
     gpu, parallel = machine.gpu, config.parallel
     most = parallel.nccl_sp_ctas if group in ("sp", "cp") else parallel.nccl_dp_ctas if group.startswith("dp") else None
     return 1.0 if most is None or not gpu.units else min(1.0, most / (gpu.overlap_cost * gpu.units))
