@@ -40,6 +40,7 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 PLAIN_LLAMA = {**ROPE, **UNTIED, "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
 LLAMA = {**PLAIN_LLAMA, **GROUPED}
 MISTRAL = {**LLAMA, "window_size": 3}
+ALL_HEADS = PLAIN_LLAMA | NORMED | {"qk_layernorm_scope": "all"}
 NEOX = {**ROPE, **UNTIED, "use_parallel_residual": True, "rotary_percent": 0.34, "gelu_approximate": "none"}
 DROP, ALL_DROP = {"hidden_dropout": 0.2}, {"hidden_dropout": 0.2, "attention_dropout": 0.1}
 WIDE = {"ffn_hidden_size": 12}  # four tp ranks divide it
@@ -94,6 +95,9 @@ ULYSSES = [
     Case(tp=2, sp=2, dp=2, tp_seq=True, mode="chunked", model=LLAMA | EIGHT_HEADS, micro_batches=2, steps=2),
     Case(tp=4, sp=2, tp_seq=True, model=WIDE | EIGHT_HEADS | GROUPED), Case(tp=2, sp=4, mode="chunked", model=EIGHT_HEADS, seq=13),
     *(Case(tp=2, sp=2, tp_seq=True, mode=mode, dtype=torch.float32, model=LLAMA) for mode in MODES),
+    Case(tp=2, sp=2, mode="chunked", model=ALL_HEADS | GROUPED), Case(tp=4, model=ALL_HEADS | WIDE | ONE_KEY),
+    *(Case(sp=sp, mode="chunked", model=ALL_HEADS | EIGHT_HEADS | GROUPED, batch=3) for sp in (2, 3)),
+    Case(sp=4, model=ALL_HEADS | ONE_KEY),
 ]  # fmt: skip
 MASKS = [  # documents that do not see each other, padding, windows; and a parallel residual
     *(Case(sp=2, mode=mode, packed=True, model=LLAMA, batch=3) for mode in MODES), Case(packed=True, model=LLAMA),
@@ -216,7 +220,6 @@ SHARED = {"moe_shared_expert_intermediate_size": 4}
 BALANCED = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
 GLOBAL = {**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5}
-ALL_HEADS = PLAIN_LLAMA | NORMED | {"qk_layernorm_scope": "all"}
 OLMOE = {**ALL_HEADS, "moe_router_pre_softmax": True}
 
 
@@ -250,9 +253,7 @@ EXPERTS = [
     moe(pp=2, schedule="slices", slices=2, micro_batches=2, model=BALANCED),
     # a stage without experts
     *(moe(2, pp=2, dp=2, model=GLOBAL | {"num_layers": 2, "moe_layer_freq": has}) for has in ("[1,0]", "[0,1]")),
-    moe(model=OLMOE), moe(tp=2, sp=2, model=OLMOE | GROUPED, mode="chunked"), moe(tp=4, model=OLMOE | ONE_KEY),
-    moe(sp=4, model=OLMOE | ONE_KEY),
-    moe(tp=2, tp_seq=True, sp=2, model=OLMOE | ONE_KEY, mode="split-qkv", kernels=FULL),
+    moe(model=OLMOE), moe(tp=2, tp_seq=True, sp=2, model=OLMOE | ONE_KEY, mode="split-qkv", kernels=FULL),
     moe(2, dp=2, zero=3, model=OLMOE | GROUPED, steps=2),
     moe(2, cp=2, sp=2, model=OLMOE | GROUPED | {"apply_layernorm_1p": True}), moe(sp=3, model=OLMOE | ONE_KEY, seq=7, kernels=QKV),
 ]  # fmt: skip

@@ -44,8 +44,10 @@ SUITES = {  # files; tests
          "parallel/ulysses.py", "parallel/attention_core.py", "parallel/attention_block.py",
          "parallel/split_projection.py", "parallel/chunked_mlp.py", "parallel/heads.py", "parallel/parallel_context.py",
          "models/attention.py", "models/mlp.py", "models/transformer.py", "ops/main_grad.py"),
-        ("tests/unit/parallel/test_heads.py", "tests/unit/comm/test_shard_spec.py", "tests/dist/test_collectives.py",
-         "tests/dist/test_exchange.py", *(f"{GRID}::{test}" for test in ("test_tensor_parallel", "test_ulysses",
+        ("tests/unit/parallel/test_heads.py", "tests/unit/parallel/test_linear.py",
+         "tests/unit/parallel/test_chunked_mlp.py", "tests/unit/parallel/test_context_cut.py",
+         "tests/unit/comm/test_shard_spec.py", "tests/dist/test_collectives.py", "tests/dist/test_exchange.py",
+         *(f"{GRID}::{test}" for test in ("test_tensor_parallel", "test_ulysses",
          "test_mlp_in_chunks"))),
     ),
     "zero": Suite(
