@@ -194,7 +194,14 @@ class Engine:
 
     async def run(self) -> None:
         """Process requests until ``stop``, or until the model fails and the state of other ranks is unknown."""
-        in_thread, num_threads = asyncio.get_running_loop().run_in_executor, torch.get_num_threads()
+        loop, num_threads = asyncio.get_running_loop(), torch.get_num_threads()
+        in_thread = loop.run_in_executor
+
+        def take_turns() -> None:  # as long as there is something to do: a change of threads for each costs more
+            while any(self.counts.values()) and not self._stopping:
+                for job, event in self.turn():
+                    loop.call_soon_threadsafe(job.events.put_nowait, event)
+
         # always the same thread: OpenMP keeps the number of threads, and CUDA the device, for each
         with ThreadPoolExecutor(1, "model", torch.set_num_threads, (num_threads,)) as thread:
             while not self._stopping:
@@ -204,8 +211,7 @@ class Engine:
                         await asyncio.wait_for(self._changed.wait(), _IDLE_S)
                     except asyncio.TimeoutError:  # TimeoutError itself only from Python 3.11 on
                         await in_thread(thread, self._tell, ["idle"])  # so that the other ranks do not time out
-                for job, event in await in_thread(thread, self.turn):
-                    job.events.put_nowait(event)
+                await in_thread(thread, take_turns)
             for job in {sequence.job for sequence in (*self._waiting, *self._running)}:
                 job.events.put_nowait(_unavailable())
             if not self.broken:
