@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_sp.comm.collectives import all_reduce, all_to_all_async, barrier
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
@@ -107,7 +106,7 @@ def _worker(rank: int, processes: int, threads: int, base: Config, rounds: int, 
     init_process_group(launch, device, "gloo", timedelta(minutes=5))
     try:
         groups = ParallelGroups.create(device)
-        operations = _operations(_Shape(base), groups.world)
+        operations = _operations(_Shape(base), groups)
         seconds: dict[str, list[float]] = {name: [] for name in operations}
         for index in range(rounds + 1):
             for name, operation in operations.items():
@@ -124,7 +123,7 @@ def _worker(rank: int, processes: int, threads: int, base: Config, rounds: int, 
         destroy_process_group()
 
 
-def _operations(shape: _Shape, world: ProcessGroup) -> dict[str, Callable[[], object]]:
+def _operations(shape: _Shape, groups: ParallelGroups) -> dict[str, Callable[[], object]]:
     x, w = torch.randn(shape.tokens, shape.h), torch.randn(shape.f, shape.h)
     y = torch.randn(shape.tokens, shape.f)
     qkv = torch.randn(shape.s, shape.heads, 3, shape.d, requires_grad=True)
@@ -158,15 +157,15 @@ def _operations(shape: _Shape, world: ProcessGroup) -> dict[str, Callable[[], ob
         "attention backward": lambda: torch.autograd.grad(out[0], qkv, torch.ones_like(out[0])),
         "norm": normed, "activation": activated, "update": torch.optim.AdamW([parameter], fused=True).step,
     }  # fmt: skip
-    if world.size() > 1:
-        exchange, small, whole = _exchange(world, _LARGE), _exchange(world, _SMALL), torch.zeros(_LARGE // 4)
-        operations["collective"] = lambda: (exchange(), all_reduce(whole, world))
-        operations["small collective"] = small
+    world, size = groups.world, groups.world.size()
+
+    def exchange(num_bytes: int) -> Callable[[], object]:
+        count = max(1, num_bytes // 4 // size)
+        send, receive = torch.zeros(count * size), torch.zeros(count * size)
+        return lambda: all_to_all_async(send, [count] * size, receive, [count] * size, world).wait()
+
+    if size > 1:
+        large, whole = exchange(_LARGE), torch.zeros(_LARGE // 4)
+        operations["collective"] = lambda: (large(), all_reduce(whole, world))
+        operations["small collective"] = exchange(_SMALL)
     return operations
-
-
-def _exchange(group: ProcessGroup, num_bytes: int) -> Callable[[], object]:
-    size = group.size()
-    count = max(1, num_bytes // 4 // size)
-    send, receive = torch.zeros(count * size), torch.zeros(count * size)
-    return lambda: all_to_all_async(send, [count] * size, receive, [count] * size, group).wait()
