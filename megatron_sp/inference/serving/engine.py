@@ -112,8 +112,8 @@ class Sequence:
 
     def _piece(self, text: str, rows: list[tuple[Any, ...]], finish: str | None) -> Piece:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
-        logprobs = None if self.spec.logprobs is None else columns
+        has_any = self.spec.logprobs is not None
+        logprobs = {name: [row[i] for row in rows] for i, name in enumerate(names)} if has_any else None
         return {"text": text, "index": self.index, "logprobs": logprobs, "finish_reason": finish}
 
     def _describe(self, tokens: list[int], logits: Tensor, offset: int) -> tuple[Any, ...]:
