@@ -110,7 +110,8 @@ def draw(runs: list[History], axis: str, output: Path, title: str | None) -> Non
                 if not record:  # nothing was logged at this step: the time of the last record before it
                     minutes = [r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step]
                     record = {"step": step, "minutes": max(minutes, default=0.0)}
-                look = {"color": colour if len(runs) > 1 else GREY, "linewidth": 0.9, "linestyle": ":", "zorder": 0}
+                look: dict[str, Any] = {"linewidth": 0.9, "linestyle": ":", "zorder": 0}
+                look["color"] = colour if len(runs) > 1 else GREY
                 for axes in (main, *panels):
                     axes.axvline(run.x_of(record, axis), **look, label=label)
                     label = None

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_sp.config.flags.arguments import Request, config_as_yaml, read_request
+from megatron_sp.config.flags.arguments import config_as_yaml, read_request
 from megatron_sp.config.schema import Config
 from megatron_sp.utils import streams
 from megatron_sp.utils.entry_point import require_address_space, require_torch
@@ -62,8 +62,17 @@ def parse_config(
     name, speaks = prog or os.path.basename(sys.argv[0]), is_first_rank()
     with streams.checked():
         try:
-            request = read_request(words, world_size=world_size, family=family)
-            answer = "" if request.action == "help" else _answer(request)
+            request, answer = read_request(words, world_size=world_size, family=family), ""
+            if request.action == "print-config" and request.config is not None:
+                answer = config_as_yaml(request.config)
+            elif request.action == "dry-run" and request.config is not None:
+                from megatron_sp.planner.dry_run import dry_run
+
+                answer = dry_run(request.config, request.world_size, request.dry_run) + "\n"
+            elif request.action == "run":
+                Launch.from_env()  # its errors come before torch is loaded
+                require_address_space()
+                require_torch()
         except ReportedError as error:
             if speaks or not error.on_all_ranks:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -80,18 +89,3 @@ def parse_config(
         elif speaks:
             print(answer, end="")
         raise SystemExit(EXIT_OK)
-
-
-def _answer(request: Request) -> str:
-    # the text to print for --print-config or --dry-run; empty for a run
-    assert request.config is not None
-    if request.action == "print-config":
-        return config_as_yaml(request.config)
-    if request.action == "dry-run":
-        from megatron_sp.planner.dry_run import dry_run
-
-        return dry_run(request.config, request.world_size, request.dry_run) + "\n"
-    Launch.from_env()  # its errors come before torch is loaded
-    require_address_space()
-    require_torch()
-    return ""

@@ -293,7 +293,12 @@ def merge(
     is_new = not output.exists()
     try:
         with progress("merging", sum(stream.TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as add:
-            _copy_tokenizer(state, step_dir, output)
+            if (tokenizer := kept.Record.from_json(state.get("tokenizer"))) is not None:
+                try:
+                    output.mkdir(parents=True, exist_ok=True)
+                    state["tokenizer"] = kept.copy(tokenizer, step_dir, output)._asdict()
+                except OSError as error:
+                    raise DiskError(f"the tokenizer cannot be written into {output}: {error.strerror}") from None
             written = stream.write_checkpoint(output, listed.step, sources, state, progress=add)
     except BaseException:
         if is_new:  # the tokenizer is there before the tensors
@@ -325,14 +330,3 @@ def _sources(
         origin = master if wanted != stored and master in tensors else name
         sources[name] = stream.Source(shape, wanted, partial(read, origin, wanted))
     return sources
-
-
-def _copy_tokenizer(state: dict[str, Any], step_dir: Path, output: Path) -> None:
-    record = kept.Record.from_json(state.get("tokenizer"))
-    if record is None:
-        return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        state["tokenizer"] = kept.copy(record, step_dir, output)._asdict()
-    except OSError as error:
-        raise DiskError(f"the tokenizer cannot be written into {output}: {error.strerror}") from None

@@ -134,9 +134,15 @@ def scan(argv: Sequence[str]) -> CommandLine:
             continue
         spelling, equals, value = word.partition("=")
         name, previous = canonical(spelling), spelling
-        words = (value,) if equals else tuple(rest[: _num_words(name, rest)])
-        del rest[: 0 if equals else len(words)]
-        _take(line, Setting(name, words, spelling))
+        following = [] if equals else rest[: _num_until_flag(rest)]
+        if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's takes a word
+            following = following[:1]
+        elif name == "dry-run":
+            following = following[: rest[:1] != [] and rest[0] in _DRY_RUN]
+        elif name != "num-experts" and (wanted := _arity(name)) != ANY:  # Megatron-DeepSpeed's may be a list
+            following = following[:wanted]
+        del rest[: len(following)]
+        _take(line, Setting(name, (value,) if equals else tuple(following), spelling))
     if line.world_size is not None and line.dry_run is None:
         started = "a run has as many processes as the launcher starts (torchrun --nproc-per-node N)"
         line.problems.append(f"--world-size is for --dry-run: {started}")
@@ -169,17 +175,6 @@ def _take(line: CommandLine, setting: Setting) -> None:
             line.problems.append("--config: expected the path of a YAML file, got nothing")
     else:
         line.settings.append(setting)
-
-
-def _num_words(name: str, rest: list[str]) -> int:
-    if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's --profile takes a word
-        return 1
-    if name == "dry-run":
-        return int(rest[:1] != [] and rest[0] in _DRY_RUN)
-    wanted, following = _arity(name), _num_until_flag(rest)
-    if name == "num-experts" or wanted == ANY:  # Megatron-DeepSpeed's --num-experts may be a list
-        return following
-    return min(wanted, following)
 
 
 def _arity(name: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
@@ -187,7 +187,15 @@ def reconcile(file: DeepSpeedFile, config: Config, world_size: int) -> list[str]
         if claim.needs is not None and config.get(*claim.needs[0].split(".")) != claim.needs[1]:
             continue
         group, _, name = claim.field.partition(".")
-        given = list(_given_values(claim.field, config))
+        # the values already given for it, directly or through a flag that implies it, each with its place for messages
+        given = []
+        for source, needed, implied in ((claim.field, None, None), *_IMPLIED.get(claim.field, ())):
+            source_group, _, source_name = source.partition(".")
+            value, where = config.get(source_group, source_name), config.given.get((source_group, source_name))
+            if where is not None and needed in (None, value):
+                # a key's place includes its value
+                plain = where.endswith(")") or (where.startswith("--") and isinstance(value, bool))
+                given.append((value if implied is None else implied, where if plain else f"{where} ({value})"))
         others = [where for value, where in given if value != claim.value]
         if not given:
             config.set(group, name, claim.value, "" if claim.weak else claim.where)
@@ -200,18 +208,6 @@ def reconcile(file: DeepSpeedFile, config: Config, world_size: int) -> list[str]
         elif others and not claim.weak:
             problems.append(f'{claim.where} contradicts {others[0]}: make them agree, or write "auto" in the file')
     return problems or _batch_sizes(file, config, world_size)
-
-
-def _given_values(name: str, config: Config) -> Iterator[tuple[Any, str]]:
-    # the values already given for a field, directly or through a flag that implies it, each with its place for messages
-    for other, needed, implied in ((name, None, None), *_IMPLIED.get(name, ())):
-        group, _, attribute = other.partition(".")
-        value = config.get(group, attribute)
-        if (group, attribute) in config.given and needed in (None, value):
-            where = config.given[group, attribute]
-            # a key's place includes its value
-            plain = where.endswith(")") or (where.startswith("--") and isinstance(value, bool))
-            yield (value if implied is None else implied), where if plain else f"{where} ({value})"
 
 
 def _batch_sizes(file: DeepSpeedFile, config: Config, world_size: int) -> list[str]:

@@ -55,7 +55,18 @@ def resolve_expert_dialect(
     each flag without effect. Raises ValueError: a value is wrong, or says what cannot be.
     """
     model, names = config.model, {setting.name for setting in settings}
-    has_experts = _has_experts(config, held["num-experts"]) if "num-experts" in held else None
+    has_experts: list[bool] | None = None
+    if listed := held.get("num-experts"):  # a list of numbers: which of its places have any
+        counts: list[int] = [_value("int", Setting(listed.name, (word,), listed.where)) for word in listed.words]
+        several = sorted({count for count in counts if count != 1})
+        if len(several) > 1:
+            rule = "layers with experts have the same number of them here"
+            numbers = f"{', '.join(map(str, several[:-1]))} and {several[-1]}"
+            raise ValueError(
+                f"{listed.where} {' '.join(listed.words)}: {rule}, and these have {numbers}: give one number"
+            )
+        config.set("model", "num_experts", several[0] if several else 1, listed.where)
+        has_experts = [count != 1 for count in counts]
     if (model.num_experts or 0) <= 1:
         idle = [setting for name, setting in held.items() if name != "num-experts"]
         return [f"{setting.where} (without --num-experts it has no effect)" for setting in idle]
@@ -115,19 +126,6 @@ def _defaults(config: Config, settings: Sequence[Setting], program: str) -> list
         if left:
             lines.append(f"{experts} (with --{megatrons[0]} in Megatron's words, not {program}'s: {', '.join(left)})")
     return lines
-
-
-def _has_experts(config: Config, setting: Setting) -> list[bool]:
-    # set the number of experts from a list; return which of its places have any
-    counts: list[int] = [_value("int", Setting(setting.name, (word,), setting.where)) for word in setting.words]
-    several = sorted({count for count in counts if count != 1})
-    if len(several) > 1:
-        raise ValueError(
-            f"{setting.where} {' '.join(setting.words)}: layers with experts have the same number of them"
-            f" here, and these have {', '.join(map(str, several[:-1]))} and {several[-1]}: give one number"
-        )
-    config.set("model", "num_experts", several[0] if several else 1, setting.where)
-    return [count != 1 for count in counts]
 
 
 def _layers(config: Config, setting: Setting | None, has_experts: list[bool] | None) -> str:
