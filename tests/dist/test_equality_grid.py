@@ -95,7 +95,7 @@ ULYSSES = [
     Case(tp=2, sp=2, dp=2, tp_seq=True, mode="chunked", model=LLAMA | EIGHT_HEADS, micro_batches=2, steps=2),
     Case(tp=4, sp=2, tp_seq=True, model=WIDE | EIGHT_HEADS | GROUPED), Case(tp=2, sp=4, mode="chunked", model=EIGHT_HEADS, seq=13),
     *(Case(tp=2, sp=2, tp_seq=True, mode=mode, dtype=torch.float32, model=LLAMA) for mode in MODES),
-    Case(tp=2, sp=2, mode="chunked", model=ALL_HEADS | GROUPED), Case(tp=4, model=ALL_HEADS | WIDE | ONE_KEY),
+    Case(tp=2, sp=2, mode="chunked", model=ALL_HEADS | GROUPED), Case(tp=4, model=ALL_HEADS | WIDE | GROUPED),
     *(Case(sp=sp, mode="chunked", model=ALL_HEADS | EIGHT_HEADS | GROUPED, batch=3) for sp in (2, 3)),
     Case(sp=4, model=ALL_HEADS | ONE_KEY),
 ]  # fmt: skip
