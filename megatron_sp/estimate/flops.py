@@ -36,6 +36,7 @@ def count_active_parameters(model: ModelConfig) -> int:
 
 
 def describe_parameters(model: ModelConfig) -> str:
+    """Text about the size of a model, such as '6.92 B parameters, 1.28 B active'."""
     active = f", {format_count(count_active_parameters(model))} active" if model.has_experts else ""
     return f"{format_parameters(count_parameters(model))} parameters{active}"
 
@@ -64,6 +65,7 @@ def _count(model: ModelConfig, experts: int) -> int:
 
 
 def mlp_parameters(model: ModelConfig, width: int) -> int:
+    """Parameters of an MLP, or of an expert, of this width."""
     assert model.hidden_size
     h, wide = model.hidden_size, width * (2 if model.is_gated else 1)
     return wide * h + h * width + (wide + h) * model.mlp_bias

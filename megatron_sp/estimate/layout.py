@@ -55,6 +55,7 @@ def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
 def pipeline_plan(
     model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int
 ) -> PipelinePlan:
+    """Plan the passes of all ranks of a pipeline, with the costs of this model's layers."""
     kind = cast("PipelineKind", parallel.pipeline_kind)
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
     return plan_pipeline(kind, p, v, num_micro_batches, parallel.num_pipeline_slices, layer_costs(model, kernels))
