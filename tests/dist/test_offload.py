@@ -26,8 +26,8 @@ KINDS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 CASES = [
     ("fp32", 2, ()), ("fp16", 3, ()),
-    ("bf16", 3, ("--no-overlap-grad-reduce", "--zero3-keep-units", 1)),
-    ("bf16", 1, ("--tp-size", 2, "--sequence-parallel", "--micro-batch-size", 2)),
+    pytest.param("bf16", 3, ("--no-overlap-grad-reduce", "--zero3-keep-units", 1), id="kept units"),
+    pytest.param("bf16", 1, ("--tp-size", 2, "--sequence-parallel", "--micro-batch-size", 2), id="tp_seq"),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ("bf16", 3, ()), ("sgd", 1, ()), ("fp32", 0, ()), ("fp32", 1, ()), ("fp32", 3, ()), ("bf16", 1, ()), ("bf16", 0, ()),
         ("bf16", 2, ()), ("fp16", 1, ()),
@@ -37,7 +37,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.often("bf16-1-more5", "bf16-3-more1")
+@pytest.mark.often("kept units", "tp_seq")
 @pytest.mark.parametrize(("kind", "stage", "more"), CASES)
 def test_the_bits_of_a_run_without_it(tmp_path: Path, kind: str, stage: int, more: tuple[object, ...]) -> None:
     """Two micro-batches in each step; log, weights and optimizer state."""
