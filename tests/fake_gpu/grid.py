@@ -135,7 +135,6 @@ CAPTURED = {
 
 _TINY_BERT = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-file vocab.txt"
 _CLASSIFIER = "--global-batch-size 8 --micro-batch-size 2 --train-iters 2 --lr 0.01 --bf16"
-_DIFFERS = "exit code 5"  # sums of what one rank contributes are wrong where all ranks are alike, so the loss is
 _VERIFY = "--verify-parallelism"
 
 PROGRAMS = {
@@ -154,7 +153,7 @@ PROGRAMS = {
     "classifier, tp, stage 3, optimizer on the host": Job(
         f"{_CLASSIFIER} {_TINY_BERT} {TP} --zero-stage 3 --offload-optimizer", 4, program="finetune"
     ),
-    "verify, tp": Job(f"{_VERIFY} {TP}", 2, error=_DIFFERS), "verify, tp_seq": Job(f"{_VERIFY} --bf16 {TP_SEQ}", 2, error=_DIFFERS),
-    "verify, all modes of sp, stage 2": Job(f"{_VERIFY} {SP} --sp-overlap-mode auto --zero-stage 2", 4, error=_DIFFERS),
-    "verify BERT, sp": Job(f"{_VERIFY} {SP}", 2, "bert", error=_DIFFERS),
+    "verify, tp": Job(f"{_VERIFY} {TP}", 2), "verify, tp_seq": Job(f"{_VERIFY} --bf16 {TP_SEQ}", 2),
+    "verify, all modes of sp, stage 2": Job(f"{_VERIFY} {SP} --sp-overlap-mode auto --zero-stage 2", 4),
+    "verify BERT, sp": Job(f"{_VERIFY} {SP}", 2, "bert"),
 }  # fmt: skip

@@ -49,12 +49,9 @@ def test_a_rank(name: str) -> None:
 def test_another_program(name: str) -> None:
     job = PROGRAMS[name]
     outcome = run_rank(job)
-    require_sound(outcome, job.error)
+    require_sound(outcome)
     assert outcome["num_accesses"] > 300, outcome["output"]
     assert len(outcome["steps"]) == (2 if job.program == "finetune" else 0)
-    if job.error:
-        differences = [line.split()[0] for line in outcome["output"].splitlines() if line.endswith("<- differs")]
-        assert set(differences) == {"loss"}, outcome["output"]
 
 
 @pytest.mark.parametrize(
@@ -77,5 +74,5 @@ def test_all_ranks_call_the_same(name: str) -> None:
     job = (JOBS | PROGRAMS)[name]
     outcomes = [run_rank(job, rank) for rank in range(job.world_size)]
     for outcome in outcomes:
-        require_sound(outcome, job.error)
+        require_sound(outcome)
     require_agreement(outcomes)

@@ -44,7 +44,7 @@ def waits(outcome: dict[str, object]) -> list[int]:
 def is_noticed(job: Job, site: str) -> bool:
     """True if leaving out one wait of a job is a mistake that the checker finds."""
     clean, broken = run_rank(job), run_rank(replace(job, drop=site))
-    return bool(broken["problems"] or broken["error"] != job.error) or waits(broken) != waits(clean)
+    return bool(broken["problems"] or broken["error"]) or waits(broken) != waits(clean)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_every_wait_is_needed() -> None:
     places: dict[str, list[str]] = {}
     for name in ALL:
         outcome = run_rank(JOBS[name])
-        require_sound(outcome, JOBS[name].error)
+        require_sound(outcome)
         for site in outcome["sites"]:
             places.setdefault(site, []).append(name)
     needed = {site for site, jobs in places.items() if any(is_noticed(JOBS[name], site) for name in jobs)}
