@@ -47,7 +47,7 @@ def keep_steps(run_dir: Path) -> Callable[[int], None]:
     return setup
 
 
-@pytest.mark.often("zbv", "slices")
+@pytest.mark.often("zbv")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])
 def test_a_pipeline_reports_its_messages_and_its_schedule(name: str, tmp_path: Path) -> None:
     ranks, flags = CASES[name]
@@ -118,6 +118,7 @@ def check_files(run_dir: Path, plan: PipelinePlan, text: str) -> None:
     assert len(metrics) == 3
 
 
+@pytest.mark.long
 def test_recording_a_pipeline_changes_no_bit(tmp_path: Path) -> None:
     flags = ("--pp-size", 2, "--pipeline-schedule", "zb1p", *MODEL)
     for name, more in (("plain", ()), ("told", ("--report-overlap", 2))):

@@ -53,6 +53,7 @@ def test_seconds_become_rates() -> None:
     assert link.gbs == pytest.approx(3 * 4 * 2**20 * 3 / 4 / 0.98 / 1e9) and link.latency_us == pytest.approx(1e4)
 
 
+@pytest.mark.long
 def test_the_planned_memory_is_the_one_that_is_measured() -> None:
     """Through the search, two layouts of two processes, within 7 % (``benchmarks/plan_check.py`` has twelve)."""
     shape = plan_check.SHAPE | {"seq_length": 128, "num_layers": 2, "vocab_size": 512}

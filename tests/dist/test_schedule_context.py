@@ -202,6 +202,7 @@ def test_models_masks_and_regions_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(of_two_ranks, 2, tmp_path)
 
 
+@pytest.mark.long
 def test_presets_bytes_training_and_what_is_refused(tmp_path: Path) -> None:
     for family in ("Llama", "Bert", "ModernBert", "Gemma2"):
         getattr(transformers, f"{family}Model")

@@ -100,6 +100,7 @@ def own_plans(names: list[str]) -> None:
     from_hf_plan(few, m).verify(batch_of("qwen3"))
 
 
+@pytest.mark.long
 def test_plans_of_transformers_change_nothing(tmp_path: Path) -> None:
     run_ranks(own_plans, 2, tmp_path, ["llama", "qwen2", "qwen3", "gpt_neox", "llama-classifier"])
 

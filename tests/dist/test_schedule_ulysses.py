@@ -219,6 +219,7 @@ def check_order() -> None:
     assert log[6:] == ["start", "start", "start", "end", "dv", "end", "dk", "end", "dq"]
 
 
+@pytest.mark.long
 def test_other_models_regions_and_what_is_refused(tmp_path: Path) -> None:
     of_text = ("RobertaForMaskedLM", "MistralForCausalLM", "Qwen3ForCausalLM", "OlmoForCausalLM")
     for name in (*of_text, "BertForSequenceClassification", *REFUSED):

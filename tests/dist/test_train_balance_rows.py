@@ -110,6 +110,7 @@ def test_rows_go_to_other_ranks_and_validation_stays(run_of: Callable[[str], Pat
         assert rows_of(run_of("dealt"), "valid", rank) == rows_of(run_of("by index"), "valid", rank)
 
 
+@pytest.mark.long
 def test_ranks_of_a_replica_have_the_same_rows(run_of: Callable[[str], Path]) -> None:
     rows = [rows_of(run_of("dealt, cp2 dp2"), "train", rank) for rank in range(4)]
     assert rows[0] == rows[1] != rows[2] == rows[3]
@@ -135,6 +136,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(run_of: Callable[[str], Path], dat
     assert_same_run(tmp_path / "run", run_of("dealt"))
 
 
+@pytest.mark.long
 def test_packed_rows_of_bert(tmp_path: Path) -> None:
     flags = ("--fp64", "--seq-length", 47, "--bert-no-binary-head", "--bert-pack-sequences", "--global-batch-size", 8, "--train-iters", 3)
     for name, more in (("dealt", DEALT), ("by index", ())):

@@ -29,6 +29,7 @@ def test_other_rotary_positions_and_a_window_count(tmp_path: Path) -> None:
         assert one_step(tmp_path / name, *flags) == pytest.approx([5.240011, 1.613334], rel=1e-6)
 
 
+@pytest.mark.long
 def test_losses_of_experts_count_and_can_be_switched_off(tmp_path: Path) -> None:
     losses = ("--moe-aux-loss-coeff", 2, "--moe-z-loss-coeff", 1)
     without, want = one_step(tmp_path / "a", *EXPERTS), one_step(tmp_path / "b", *EXPERTS, *losses)
@@ -39,6 +40,7 @@ def test_losses_of_experts_count_and_can_be_switched_off(tmp_path: Path) -> None
     assert one_step(tmp_path / "e", *load, tmp_path / "b", *off) == without
 
 
+@pytest.mark.long
 def test_the_command_of_the_page_about_longer_sequences(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/convert.md").read_text(encoding="utf-8").split("### Continue a model at a longer context")[1]
     launch, *words = page.split("```bash\nbash scripts/launch.sh 2 ")[1].split("```")[0].replace("\\\n", "").split()

@@ -83,6 +83,7 @@ def as_it_was_once(rank: int) -> None:
     TrainState.to_json = lambda *args: {k: v for k, v in to_json(*args).items() if k != "scheduled_samples"}  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_a_run_of_an_older_version_goes_on_along_its_curve(tmp_path: Path) -> None:
     """Its learning rate was one step ahead: the first step after a resume neither repeats nor leaves out a value."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

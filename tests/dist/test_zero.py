@@ -330,6 +330,7 @@ def _against_fsdp2() -> None:
     assert_law(sharded.params(), {n: t.detach() for n, t in want.items()}, FP32)
 
 
+@pytest.mark.long
 def test_the_weights_of_fsdp2(tmp_path: Path) -> None:
     run_ranks(_against_fsdp2, 2, tmp_path)
 

@@ -103,7 +103,7 @@ WITHOUT_TRITON = (
     "OLMoE, ep, chunks", "Mixtral, 16K", "experts with biases",
 )  # fmt: skip
 CASES |= {f"{name}, without Triton": replace(CASES[name], flags=f"{CASES[name].flags} --fused-kernels torch") for name in WITHOUT_TRITON}
-IN_EVERY_RUN = ("7B, tp_seq 8", "7B, stage 3, full", "optimizer on the host", "OLMoE, ep, chunks")
+IN_EVERY_RUN = ("7B, stage 3, full", "optimizer on the host")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in CASES])

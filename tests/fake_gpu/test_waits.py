@@ -63,7 +63,7 @@ def is_noticed(job: Job, site: str) -> bool:
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
         ("sp, chunked", "event.synchronize in training/step.py:run < training/loop.py:_take_steps"),
         pytest.param("pp", f"{WAIT}parallel/pipeline.py:take", marks=pytest.mark.long),
-        ("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived"),
+        pytest.param("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived", marks=pytest.mark.long),
         pytest.param("overlap report, tp_seq", "operand in comm/collectives.py:all_gather_async", marks=pytest.mark.long),
         pytest.param(
             "activations on the host, sp, stage 3",

@@ -11,6 +11,7 @@ from test_torchrun import launch
 pytestmark = pytest.mark.torchrun
 
 
+@pytest.mark.long
 def test_all_three_outputs(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--sp-size", 2, "--sp-head-chunks", 2, "--report-overlap", 3, "--train-iters", 4)

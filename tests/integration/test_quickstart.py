@@ -125,6 +125,7 @@ def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
     assert (tmp_path / "runs/mine/checkpoints/step-000004/MANIFEST.json").exists()
 
 
+@pytest.mark.long
 def test_the_layouts_of_the_page_have_the_same_losses(tmp_path: Path) -> None:
     """tp, sp, cp, tp and sp, and none: flags and numbers of processes are the block's, with a smaller model and without the launcher."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/how-to/layouts.md").read_text(), flags=re.DOTALL)

@@ -278,6 +278,7 @@ def slurm(tmp_path: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_slurm_template(tmp_path: Path) -> None:
     variables = slurm(tmp_path)
     flags = (*TINY, *MOCK, *SP2, "--train-iters", 3, "--exit-interval", 2, "--save", tmp_path / "run")

@@ -50,6 +50,7 @@ def gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.long
 def test_a_module_is_launched_like_a_script(tmp_path: Path) -> None:
     """A mistake is answered once, before torchrun starts; --save is found among the flags for the run's status."""
     module = "-m megatron_sp pretrain gpt"

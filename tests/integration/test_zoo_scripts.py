@@ -86,7 +86,7 @@ def test_the_layout_of_several_hosts() -> None:
     assert "dry run: 32 processes on GPUs: dp 4, sp 4, tp 2 with sequence parallel" in out
 
 
-@pytest.mark.often("within a host")
+@pytest.mark.long  # unit/planner/test_dry_run.py has it in every run
 @pytest.mark.parametrize(("name", "flags", "variables", "says"), [
     pytest.param("gpt_1b_64k", (), {"CP": 2}, ("8 GPUs: tp 1, sp 4 (exchanges: auto), cp 2, dp 1", "dp 1, cp 2, sp 4, ZeRO stage 1"),
                  id="within a host"),
@@ -114,7 +114,7 @@ def test_a_smoke_test_of_a_pipeline(tmp_path: Path, name: str, variables: dict[s
     assert state(tmp_path / "run")["config"]["parallel"]["pipeline_model_parallel_size"] == 2
 
 
-@pytest.mark.often("pretrain_gpt_7b_16k")
+@pytest.mark.long  # unit/tools/test_recipe.py has it in every run
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_pipeline_of_two_hosts(name: str) -> None:
     variables = {"NPROC_PER_NODE": SIZES[name][0], "NNODES": 2, "PP": 2, "PP_SCHEDULE": "zb1p", "CP": 1}

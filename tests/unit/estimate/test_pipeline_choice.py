@@ -100,6 +100,7 @@ def test_a_choice_is_said_and_stays() -> None:
     assert settle_schedule(alone, 1) == "" and alone.parallel.pipeline_schedule is None
 
 
+@pytest.mark.long
 def test_a_dry_run_says_what_is_chosen() -> None:
     flags = f"{AUTO} --seq-length 64"
     text = dry_run(config(flags, layers=8), 2, "text")

@@ -140,6 +140,7 @@ def test_where_a_step_cannot_be_tried_the_rough_form_answers_and_a_line_says_so(
     assert "peak: " in text and "launches of a rank" not in text
 
 
+@pytest.mark.long
 def test_the_page_shows_what_its_command_prints() -> None:
     page = (ROOT / "docs/how-to/dry_run.md").read_text()
     command = next(b for b in re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL) if "--dry-run" in b)

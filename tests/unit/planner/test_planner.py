@@ -191,6 +191,7 @@ def test_short_sequences_do_not_try_every_micro_batch(memory_gib: float, monkeyp
     assert max(sizes.values()) == 3
 
 
+@pytest.mark.long
 def test_several_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they cannot be started, and this one has to run all."""
     small = MODEL.replace("16384", "1024").replace("--num-layers 8", "--num-layers 2")
@@ -420,6 +421,7 @@ def test_the_flags_of_a_pipeline_are_kept() -> None:
     assert {c.layout.schedule for c in found.fitting} == {"slices"}
 
 
+@pytest.mark.long
 def test_a_bubble_is_that_of_the_schedule(two_nodes: Findings) -> None:
     """Of 1F1B (p - 1) times the passes of a stage, and two messages; fewer with what is put off; more micro-batches have the same."""
 

@@ -57,6 +57,7 @@ def test_micro_batches_of_a_rank_whose_exchanges_are_copies(flags: str, mode: st
     assert (time.python > computed) == (flags == GPT_7B_16K)
 
 
+@pytest.mark.long
 def test_captured_steps_wait_for_no_python() -> None:
     """Where the flags allow a capture; a pipeline is launched by Python."""
     eager, captured = time_of(GPT_124M), time_of(f"{GPT_124M} --cuda-graphs auto")

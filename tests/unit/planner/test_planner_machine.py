@@ -191,6 +191,7 @@ def test_smaller_models_wait_for_python() -> None:
     assert tiny.host > 0 and tiny.bound.startswith("Python") and long.host == 0 < long.python
 
 
+@pytest.mark.long
 def test_a_run_does_not_reach_its_kernels_rates() -> None:
     ideal = machine(gpu=replace(H100, sustained=1.0))
     assert time_of().products == pytest.approx(time_of(where=ideal).products / H100.sustained)
@@ -210,6 +211,7 @@ def test_an_mlp_in_pieces_computes_its_first_layer_again() -> None:
     assert 1.08 * whole.products < pieces.products < 1.25 * whole.products
 
 
+@pytest.mark.long
 def test_fewer_multiprocessors_for_nccl_slow_down_what_they_carry_and_not_what_hides_it() -> None:
     """An H100's NCCL takes 0.15 of 132 by itself; half of that costs half, and moves half."""
 

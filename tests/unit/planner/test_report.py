@@ -56,6 +56,7 @@ def test_rows_of_a_window_do_not_grow_with_the_length() -> None:
     assert long == pytest.approx(short / 2, rel=0.05), "a rank sends as many rows, and computes twice as many pairs"
 
 
+@pytest.mark.long
 def test_what_does_not_hide_under_attention_is_exposed() -> None:
     """Short sequences wait for keys and values, long ones do not."""
     for flags, hides in (("--seq-length 4096", False), ("--seq-length 524288", True)):
