@@ -8,10 +8,16 @@ from typing import Any
 from megatron_sp.convert.families.bert import Bert, MegatronBert
 from megatron_sp.convert.families.decoders import GPT2, GPTNeoX, Llama, Mistral, Mixtral, Olmoe, Qwen2, Qwen3Moe
 from megatron_sp.convert.families.family import Family
+from megatron_sp.convert.families.relatives import Arcee, Dots1, Ernie, Glm4Moe, HunYuan3, MiniMaxM2, Nemotron, Phi3
+
+from megatron_sp.convert.families.relatives import Qwen3, SeedOss, SolarOpen, Starcoder2  # isort: skip
 from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import CheckpointError
 
-_ALL = (GPT2, Llama, Mistral, Qwen2, GPTNeoX, Mixtral, Qwen3Moe, Olmoe, Bert, MegatronBert)
+_ALL = (
+    GPT2, Llama, Mistral, Qwen2, GPTNeoX, Mixtral, Qwen3Moe, Olmoe, Qwen3, SeedOss, Arcee, Ernie, Phi3, Starcoder2, Nemotron,
+    Glm4Moe, Dots1, SolarOpen, MiniMaxM2, HunYuan3, Bert, MegatronBert,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family() for family in _ALL}
 
 

@@ -151,19 +151,32 @@ class Llama(Family):
     wants: Mapping[str, Any] = {}  # what fields must be in this family
     free: tuple[str, ...] = ()  # fields that may be anything in this family
     groups_if_absent: int | None = None  # key/value heads where the entry is missing; None: as many as query heads
+    head_dim_if_absent: int | None = None  # None: hidden size / heads
+    share_if_absent: float | None = None  # rotated part of a head; None: all of it, always
+    turns_pairs = False  # rotary positions turn neighbouring channels, not one of each half
+    normalization, norms, eps_entry = "RMSNorm", (WEIGHT,), "rms_norm_eps"
+    activation, acts = "swiglu", ("silu", "swish")  # ours, and its names in files
     eps_if_absent, theta_if_absent = 1e-6, 10000.0
 
     def complete(self, config: ModelConfig, settings: Settings, tensors: Tensors) -> None:
         heads, hidden = config.num_attention_heads or 1, config.hidden_size or 0
-        settings.choice("hidden_act", dict.fromkeys(("silu", "swish")), "silu")  # two names of one function
+        settings.choice("hidden_act", dict.fromkeys(self.acts), self.acts[0])
         absent = "num_key_value_heads" not in settings.document  # null means as many as query heads
         groups = settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads)
-        config.num_query_groups, config.kv_channels = int(groups), settings.count("head_dim", hidden // heads)
-        config.norm_epsilon = settings.get("rms_norm_eps", float, self.eps_if_absent)
-        config.position_embedding_type, config.normalization, config.swiglu = "rope", "RMSNorm", True
+        config.num_query_groups = int(groups)
+        config.kv_channels = settings.count("head_dim", self.head_dim_if_absent or hidden // heads)
+        config.norm_epsilon = settings.get(self.eps_entry, float, self.eps_if_absent)
+        config.position_embedding_type, config.normalization = "rope", self.normalization
+        config.swiglu, config.squared_relu = self.activation == "swiglu", self.activation == "squared_relu"
         config.disable_bias_linear, config.hidden_dropout = True, 0.0
-        settings.take_rotary(config, theta=self.theta_if_absent)
+        settings.take_rotary(
+            config, theta=self.theta_if_absent, share=self.share_if_absent or 1.0, percent=self._percent
+        )
         self.take_own(config, settings)
+
+    @property
+    def _percent(self) -> str | None:
+        return None if self.share_if_absent is None else "partial_rotary_factor"
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         """Set the fields that are specific to this family."""
@@ -172,16 +185,19 @@ class Llama(Family):
 
     def wanted(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm",
-            "swiglu": True, "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
+            "model_family": "gpt", "position_embedding_type": "rope", "normalization": self.normalization,
+            "rotary_percent": 1.0 if self.share_if_absent is None else config.rotary_percent,
+            "activation": self.activation, "qk_layernorm": False, "apply_layernorm_1p": False,
+            "rope_scaling": config.rope_scaling,
             "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor,
             "proj_bias": config.qkv_bias, **{field: getattr(config, field) for field in self.free}, **self.wants,
         }  # fmt: skip
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            "num_key_value_heads": config.num_groups, "head_dim": config.head_dim, "hidden_act": "silu",
-            "rms_norm_eps": config.norm_epsilon, **rotary_entries(config), **self.more_entries(config),
+            "num_key_value_heads": config.num_groups, "head_dim": config.head_dim, "hidden_act": self.acts[0],
+            self.eps_entry: config.norm_epsilon, **rotary_entries(config, percent=self._percent),
+            **self.more_entries(config),
         }  # fmt: skip
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
@@ -193,24 +209,31 @@ class Llama(Family):
         yield from same("embedding.word_embeddings", "model.embed_tokens")
         for i, ours in blocks(config):
             theirs = f"model.layers.{i}."
-            attention = f"{theirs}self_attn."
-            qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
-            yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm")
-            yield from separate_qkv(f"{ours}self_attention.linear_qkv", qkv, s, kinds(config.qkv_bias))
-            yield from same(f"{ours}self_attention.linear_proj", f"{attention}o_proj", kinds(config.proj_bias))
-            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm")
+            yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm", self.norms)
+            yield from self.of_attention(config, s, f"{ours}self_attention.", f"{theirs}self_attn.")
+            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", self.norms)
             yield from self.of_mlp(config, i, f"{ours}mlp.", theirs)
-            if config.qk_layernorm:
-                yield from same(f"{ours}self_attention.q_layernorm", f"{attention}q_norm")
-                yield from same(f"{ours}self_attention.k_layernorm", f"{attention}k_norm")
-        yield from same("decoder.final_layernorm", "model.norm")
+        yield from same("decoder.final_layernorm", "model.norm", self.norms)
         if config.untie_embeddings_and_output_weights:
             yield from same("output_layer", "lm_head")
+
+    def of_attention(self, config: ModelConfig, s: Sizes, ours: str, theirs: str) -> Iterable[Copy]:
+        """Yield the copies of a layer's projections, and of the norms on its heads."""
+        qkv = (f"{theirs}q_proj", f"{theirs}k_proj", f"{theirs}v_proj")
+        rotary = config.rotary_dim if self.turns_pairs else 0
+        yield from separate_qkv(f"{ours}linear_qkv", qkv, s, kinds(config.qkv_bias), rotary)
+        yield from same(f"{ours}linear_proj", f"{theirs}o_proj", kinds(config.proj_bias))
+        if config.qk_layernorm:
+            yield from same(f"{ours}q_layernorm", f"{theirs}q_norm")
+            yield from same(f"{ours}k_layernorm", f"{theirs}k_norm")
 
     def of_mlp(self, config: ModelConfig, layer: int, ours: str, theirs: str) -> Iterable[Copy]:
         """Yield the copies of a layer's MLP, given the prefix of our names of it and of their names of the layer."""
         which, theirs = kinds(config.mlp_bias), f"{theirs}mlp."
-        yield from gate_up(f"{ours}linear_fc1", f"{theirs}gate_proj", f"{theirs}up_proj", config.ffn_size, which)
+        if config.is_gated:
+            yield from gate_up(f"{ours}linear_fc1", f"{theirs}gate_proj", f"{theirs}up_proj", config.ffn_size, which)
+        else:
+            yield from same(f"{ours}linear_fc1", f"{theirs}up_proj", which)
         yield from same(f"{ours}linear_fc2", f"{theirs}down_proj", which)
 
 
@@ -233,12 +256,16 @@ class Qwen2(Llama):
 
     model_type, name, groups_if_absent, free = "qwen2", "Qwen2", 32, ("window_size",)
     wants: Mapping[str, Any] = {"qkv_bias": True, "proj_bias": False, "mlp_bias": False}
+    has_window_if_silent = False  # without an entry use_sliding_window
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         set_biases(config, attention=True, proj=False, mlp=False)
+        self.take_window(config, settings)
+
+    def take_window(self, config: ModelConfig, settings: Settings) -> None:
         absent = "sliding_window" not in settings.document  # null means no window
         window, where, layers = None, settings.where, config.num_layers or 0
-        if settings.get("use_sliding_window", bool, False):
+        if settings.get("use_sliding_window", bool, self.has_window_if_silent):
             window = settings.count("sliding_window", 4096 if absent else None)
         first = settings.get("max_window_layers", int, 28)
         usual = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
@@ -267,8 +294,10 @@ _MOST_EXPERTS = 1 << 12  # of a stacked tensor of a file, whose shape is taken a
 _STACKED = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up|down)_proj")
 
 
-class _Experts(Llama):
-    inside, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
+class Experts(Llama):
+    """Llama with experts in some or all layers."""
+
+    inside, router, gate, up, down = "mlp.", "gate", "gate_proj", "up_proj", "down_proj"
     num_experts, expert_width, aux_coeff = "num_experts", "intermediate_size", 0.001
     wants: Mapping[str, Any] = {
         "has_experts": True, "shared_expert_size": 0, "moe_router_score_function": "softmax",
@@ -296,7 +325,7 @@ class _Experts(Llama):
         }  # fmt: skip
 
     def renamed(self, name: str) -> str:
-        return re.sub(r"(model\.layers\.\d+\.)mlp\.gate\.", rf"\1{self.inside}gate.", name)
+        return re.sub(r"(model\.layers\.\d+\.)mlp\.gate\.weight", rf"\1{self.inside}{self.router}.weight", name)
 
     def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
         match = _STACKED.fullmatch(name)
@@ -318,7 +347,7 @@ class _Experts(Llama):
             yield from super().of_mlp(config, layer, ours, theirs)
             return
         inside = f"{theirs}{self.inside}"
-        yield from same(f"{ours}router", f"{inside}gate")
+        yield from same(f"{ours}router", f"{inside}{self.router}")
         for expert in range(config.num_experts or 0):
             name = f"{inside}experts.{expert}."
             gate, up, width = f"{name}{self.gate}", f"{name}{self.up}", config.expert_ffn_size
@@ -326,13 +355,13 @@ class _Experts(Llama):
             yield Copy(View(f"{ours}experts.linear_fc2.weight", None, (expert,)), View(f"{name}{self.down}.weight"))
 
 
-def _everywhere(config: ModelConfig) -> str:
+def everywhere(config: ModelConfig) -> str:
     # of all spellings of "experts in every layer" the one that this model has, so that it fits
     layers = config.num_layers or 0
     return config.moe_layer_freq if len(config.expert_layers(layers)) == layers else "1"
 
 
-class _NormedExperts(_Experts):
+class _NormedExperts(Experts):
     """Experts behind attention with norms on queries and keys, whose weights may not sum to 1."""
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
@@ -346,12 +375,12 @@ class _NormedExperts(_Experts):
         return {**super().more_entries(config), "norm_topk_prob": normalizes, "attention_bias": config.qkv_bias}
 
 
-class Mixtral(_Experts):
+class Mixtral(Experts):
     """Mistral with experts in all layers, whose weights sum to 1."""
 
     model_type, name, groups_if_absent, free = "mixtral", "Mixtral", 8, ("window_size",)
     wants: Mapping[str, Any] = {
-        **_Experts.wants, "qkv_bias": False, "proj_bias": False, "moe_router_pre_softmax": False,
+        **Experts.wants, "qkv_bias": False, "proj_bias": False, "moe_router_pre_softmax": False,
     }  # fmt: skip
     inside, gate, up, down, num_experts = "block_sparse_moe.", "w1", "w3", "w2", "num_local_experts"
     eps_if_absent, theta_if_absent = 1e-5, 1e6
@@ -362,7 +391,7 @@ class Mixtral(_Experts):
         config.window_size = settings.count("sliding_window", None)
 
     def wanted(self, config: ModelConfig) -> dict[str, Any]:
-        return {**super().wanted(config), "moe_layer_freq": _everywhere(config)}
+        return {**super().wanted(config), "moe_layer_freq": everywhere(config)}
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {**super().more_entries(config), "sliding_window": config.window_size}
@@ -372,7 +401,7 @@ class Qwen3Moe(_NormedExperts):
     """Qwen3 with experts in some or all layers, norms on query and key heads, a window in all layers or in none."""
 
     model_type, name, groups_if_absent, free = "qwen3_moe", "Qwen3Moe", 4, ("window_size",)
-    expert_width, wants = "moe_intermediate_size", {**_Experts.wants, "qk_layernorm": True}
+    expert_width, wants = "moe_intermediate_size", {**Experts.wants, "qk_layernorm": True}
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         super().take_own(config, settings)
@@ -401,7 +430,7 @@ class Olmoe(_NormedExperts):
     """OLMoE: experts in all layers, norms over all queries and over all keys of a token."""
 
     model_type, name, aux_coeff, eps_if_absent = "olmoe", "Olmoe", 0.01, 1e-5
-    wants: Mapping[str, Any] = {**_Experts.wants, "qk_layernorm": True, "qk_layernorm_scope": "all"}
+    wants: Mapping[str, Any] = {**Experts.wants, "qk_layernorm": True, "qk_layernorm_scope": "all"}
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         settings.require("clip_qkv", None, "limits queries, keys and values")
@@ -411,7 +440,7 @@ class Olmoe(_NormedExperts):
     def wanted(self, config: ModelConfig) -> dict[str, Any]:
         assert config.hidden_size and config.num_attention_heads
         head_dim = config.hidden_size // config.num_attention_heads
-        return {**super().wanted(config), "head_dim": head_dim, "moe_layer_freq": _everywhere(config)}
+        return {**super().wanted(config), "head_dim": head_dim, "moe_layer_freq": everywhere(config)}
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {**super().more_entries(config), "clip_qkv": None}

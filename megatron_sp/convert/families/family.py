@@ -198,6 +198,10 @@ class Family(ABC):
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
         """Return the copies of all tensors."""
 
+    def passed_over(self, config: ModelConfig) -> dict[str, str]:
+        """Return regular expressions of names that this model does without, each with the reason."""
+        return dict(self.ignored)
+
     def renamed(self, name: str) -> str:
         """Return the family's current name of a tensor of an older file."""
         return name
@@ -277,13 +281,24 @@ def fused_parts(name: str, s: Sizes, kind: str) -> tuple[View, View, View]:
     return query, key, value
 
 
-def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Iterable[str]) -> Iterator[Copy]:
+def separate_qkv(
+    ours: str, theirs: tuple[str, str, str], s: Sizes, which: Iterable[str], pairs: int = 0
+) -> Iterator[Copy]:
+    """Yield the copies with three projections; ``pairs``: channels of a head that theirs turns as neighbours."""
+    # ours turns channel i with i + pairs / 2, so theirs 0, 2, 4, ... come first, and 1, 3, 5, ... after them
+    halves = ((slice(0, pairs // 2), slice(0, pairs, 2)), (slice(pairs // 2, pairs), slice(1, pairs, 2)))
     for kind in which:
         rest = (s.h,) if kind == WEIGHT else ()
         for number, (part, name) in enumerate(zip(fused_parts(ours, s, kind), theirs, strict=True)):
             heads = (s.g, s.d) if number else (s.g, s.r, s.d)
-            stored = ((s.g if number else s.n) * s.d, *rest)
-            yield Copy(part, View(f"{name}.{kind}", (*heads, *rest), stored=stored))
+            stored, shape = ((s.g if number else s.n) * s.d, *rest), (*heads, *rest)
+            if not pairs or number == 2:  # values are not turned
+                yield Copy(part, View(f"{name}.{kind}", shape, stored=stored))
+                continue
+            rest_of_head = [(slice(pairs, None), slice(pairs, None))] * (pairs < s.d)
+            for own, other in (*halves, *rest_of_head):
+                there = View(f"{name}.{kind}", shape, (*(ALL,) * (len(heads) - 1), other), stored=stored)
+                yield Copy(View(part.name, part.shape, (*part.index, own)), there)
 
 
 def gate_up(

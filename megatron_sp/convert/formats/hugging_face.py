@@ -58,7 +58,7 @@ class HuggingFace:
             config.num_tokentypes = 0  # a single segment that adds zero: a BERT without segments is written like this
         copies = list(family.copies(config, num_classes))
         correspondence = Correspondence.of(parameter_shapes(config, num_classes), copies)
-        ignored = dict(family.ignored)
+        ignored = family.passed_over(config)
         if num_classes:
             ignored[r"cls\..*"] = "heads of pretraining, which a classifier does not have"
         tied = {}

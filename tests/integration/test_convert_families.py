@@ -1,0 +1,159 @@
+"""Random models of newer families: their logits and every gradient are those of transformers, and files go there and back."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.convert_models import Tensors
+from test_convert_experts import assert_near, ours
+from test_convert_transformers import llama_fields, no_network, saved  # noqa: F401
+
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema_model import is_expert_bias
+from megatron_sp.convert.copies import Correspondence, Gathered
+from megatron_sp.convert.families import FAMILIES
+from megatron_sp.convert.formats import FORMATS
+from megatron_sp.convert.formats.hugging_face import renamed
+from megatron_sp.convert.model import Options, parameter_shapes
+from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.schedule.verify.copies import Float64Mode, one_expert_at_a_time
+from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK
+
+transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+
+WORDS = 41
+
+
+def base(draw: random.Random) -> dict[str, Any]:
+    return {**llama_fields(draw), "vocab_size": WORDS, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+def window(draw: random.Random) -> dict[str, Any]:
+    return {"sliding_window": draw.choice([None, 5])}
+
+
+def part(draw: random.Random, fields: dict[str, Any], shares: list[float]) -> dict[str, Any]:
+    return {"rope_parameters": {**fields["rope_parameters"], "partial_rotary_factor": draw.choice(shares)}}
+
+
+def whole_heads(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"hidden_size": fields["head_dim"] * fields["num_attention_heads"]}
+
+
+def biases(draw: random.Random, *names: str) -> dict[str, Any]:
+    return {name: draw.random() < 0.5 for name in names}
+
+
+def experts(draw: random.Random, **more: Any) -> dict[str, Any]:
+    groups = draw.choice([{"n_group": 1, "topk_group": 1}, {"n_group": 3, "topk_group": 2}])
+    return {
+        "num_hidden_layers": 3, "n_routed_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 7,
+        "n_shared_experts": draw.choice([1, 2]), "routed_scaling_factor": draw.choice([1.0, 2.5]), "norm_topk_prob": True, **groups, **more,
+    }  # fmt: skip
+
+
+def fields(name: str, draw: random.Random) -> dict[str, Any]:
+    """What differs from Llama's in a random configuration."""
+    shape = {**base(draw), "head_dim": draw.choice([4, 8])}
+    own: dict[str, Any] = {}
+    if name == "Qwen3":
+        own = {**biases(draw, "attention_bias"), "use_sliding_window": draw.random() < 0.5, "sliding_window": 5, "max_window_layers": 0}
+    elif name == "SeedOss":
+        own = {**biases(draw, "attention_bias", "attention_out_bias", "mlp_bias"), "attention_dropout": 0.0, "residual_dropout": 0.0}
+    elif name == "Arcee":
+        own = biases(draw, "attention_bias", "mlp_bias")
+    elif name == "Ernie4_5":
+        own = biases(draw, "use_bias")
+    elif name == "Phi3":
+        own = {**window(draw), **whole_heads(shape), **part(draw, shape, [0.5, 1.0])}
+        shape.pop("head_dim")
+    elif name == "Starcoder2":
+        own = {**window(draw), **biases(draw, "use_bias"), **whole_heads(shape), "norm_epsilon": draw.choice([1e-5, 1e-3])}
+        shape.pop("head_dim"), shape.pop("rms_norm_eps")
+    elif name == "Nemotron":
+        own = {**biases(draw, "attention_bias", "mlp_bias"), **part(draw, shape, [0.5, 1.0]), "norm_eps": draw.choice([1e-5, 1e-3])}
+        shape.pop("rms_norm_eps")
+    elif name == "Glm4Moe":
+        own = {**experts(draw, first_k_dense_replace=draw.choice([0, 1, 2])), **biases(draw, "attention_bias", "use_qk_norm")}
+        own |= part(draw, shape, [0.5, 1.0])
+    elif name == "Dots1":
+        own = {**experts(draw, first_k_dense_replace=draw.choice([0, 1])), **biases(draw, "attention_bias")}
+    elif name == "SolarOpen":
+        own = {**experts(draw), **biases(draw, "attention_bias")}
+        shape.pop("intermediate_size")
+    elif name == "MiniMaxM2":
+        own = {"num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": draw.choice([2, 5]), **part(draw, shape, [0.5, 1.0])}
+    elif name == "HYV3":
+        own = {"num_hidden_layers": 3, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "num_shared_experts": 2,
+               "mlp_layer_types": draw.choice([None, ["sparse", "dense", "sparse"]]), "router_scaling_factor": draw.choice([1.0, 2.8]),
+               "enable_moe_fp32_combine": False, **biases(draw, "attention_bias")}  # fmt: skip
+    return {**shape, **own}
+
+
+NAMES = ("Qwen3", "SeedOss", "Arcee", "Ernie4_5", "Phi3", "Starcoder2", "Nemotron", "Glm4Moe", "Dots1", "SolarOpen", "MiniMaxM2", "HYV3")
+
+
+def maker(name: str) -> Any:
+    def make(draw: random.Random) -> Any:
+        net = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields(name, draw)))
+        with torch.no_grad():
+            for own, tensor in [*net.named_parameters(), *net.named_buffers()]:
+                if "norm" in own or "bias" in own:  # which begin as ones and zeros
+                    tensor.add_(torch.randn(tensor.shape).to(tensor) * 0.3)
+        return net
+
+    return make
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 21))])
+def test_logits_and_every_gradient_are_those_of_transformers(tmp_path: Path, name: str, seed: int) -> None:
+    make = maker(name)
+    folder = saved(make, seed, tmp_path / "theirs", torch.float64)
+    model = FORMATS["hf"].read(folder, Options())
+    mine, config = ours(model), model.config
+    with torch.no_grad():
+        for own, bias in mine.named_buffers():
+            if is_expert_bias(own):
+                bias.copy_(model.store.read(own))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(WORDS, (3, 13), generator=generator)
+    weights = torch.randn(3, 13, WORDS, generator=generator, dtype=torch.float64)
+    logits = mine.logits(mine.hidden(tokens, ForwardContext(AttentionMask(causal=True, window=config.window_size))))
+    logits = logits.transpose(0, 1)[..., :WORDS]
+    (logits * weights).sum().backward()
+    with Float64Mode():
+        net = type(make(random.Random(seed))).from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        one_expert_at_a_time(net)
+        theirs = net(input_ids=tokens).logits
+        (theirs * weights).sum().backward()
+    assert_near(logits, theirs, "logits")
+    grads = {own: torch.zeros_like(p) if p.grad is None else p.grad for own, p in net.named_parameters()}
+    grads |= {own: torch.zeros_like(b) for own, b in net.named_buffers() if "bias" in own}
+    family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
+    correspondence = Correspondence.of(parameter_shapes(config), family.copies(config, 0))
+    expected = Gathered(correspondence, renamed(Tensors(grads), family)[0])
+    for own, p in mine.named_parameters():
+        want = expected.read(own)
+        assert_near(torch.zeros_like(want) if p.grad is None else p.grad[: len(want)], want, own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 24))])
+def test_there_and_back(tmp_path: Path, name: str, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bit for bit, under the names that transformers writes, and --verify with transformers on both."""
+    folder, run, back = saved(maker(name), seed, tmp_path / "theirs"), tmp_path / "run", tmp_path / "back"
+    for source, kind, target in ((folder, "megatron_sp", run), (run, "hf", back)):
+        code = main(["convert", "--input", str(source), "--to", kind, "--output", str(target), "--verify"])
+        told = capsys.readouterr().err
+        assert code == EXIT_OK and "verify: the same" in told and f"transformers {transformers.__version__}" in told, told
+    first, second = (load_file(f / "model.safetensors") for f in (folder, back))
+    assert first.keys() == second.keys() and all(torch.equal(first[own], second[own]) for own in first)
+    assert (back / "config.json").read_text() == (folder / "config.json").read_text()
