@@ -24,7 +24,7 @@ from megatron_sp.convert.model import Options, parameter_shapes
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.schedule.verify.copies import Float64Mode, one_expert_at_a_time
-from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK
+from megatron_sp.utils.errors import EXIT_OK
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
