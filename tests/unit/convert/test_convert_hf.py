@@ -389,9 +389,8 @@ def test_words_that_cannot_be(
 
 
 @pytest.mark.parametrize("name, more, said", [
-    ("llama", {"qk_layernorm": True}, "llama: qk_layernorm is True, not False"),
+    ("llama", {"qk_layernorm": True, "apply_layernorm_1p": True}, "llama: qk_layernorm is True, not False"),
     ("llama", {"window_size": 3, "add_proj_bias": True}, "llama: window_size is 3, not None; proj_bias is True, not False"),
-    ("llama", {"add_proj_bias": True}, "llama: proj_bias is True, not False"),
     ("gpt2", {"squared_relu": True}, "gpt2: squared_relu is True, not False"),
     ("gpt2", {"use_parallel_residual": True}, "gpt2: use_parallel_residual is True, not False"),
     ("megatron-bert", {"bert_head_activation": "relu"}, "bert: head_activation is relu, not gelu"),
