@@ -59,6 +59,12 @@ _LLAMA3: _Flags = {**_LLAMA, "seq_length": 8192, "vocab_size": 128256, "rotary_b
 _BERT: _Flags = {**_CLASSIC, "seq_length": 512, "max_position_embeddings": 512, "vocab_size": 30522, **_DROPOUT}
 # as published and in Hugging Face's BertForPreTraining: post-norm, norm after the embedding, exact GELU
 _ORIGINAL_BERT: _Flags = {**_BERT, "norm_placement": "post", "norm_epsilon": 1e-12, "gelu_approximate": "none"}
+# LayerNorm stored as (weight - 1), squared ReLU, half of each head rotated, no biases
+_NEMOTRON: _Flags = {
+    "position_embedding_type": "rope", "rotary_base": 10000.0, "rotary_percent": 0.5, "normalization": "LayerNorm",
+    "apply_layernorm_1p": True, "norm_epsilon": 1e-5, "squared_relu": True, "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True, **_NO_DROPOUT,
+}
 _SHOEYBI = "arXiv:1909.08053"
 
 
@@ -69,6 +75,18 @@ def _gqa(groups: int | None, ffn: int, **more: Any) -> _Flags:
 def _experts(experts: int, top_k: int, aux_coeff: float, **more: Any) -> _Flags:
     # experts in all layers, and the coefficient of their balance loss, over sequences unless said
     return {"num_experts": experts, "moe_router_topk": top_k, "moe_aux_loss_coeff": aux_coeff, **more}
+
+
+def _sigmoid(
+    experts: int, top_k: int, shared: int, width: int, layers: int, dense: int, factor: float | None = None
+) -> _Flags:
+    # as in DeepSeek-V3: sigmoid scores, a bias for the choice, ``shared`` experts for all tokens, dense first layers
+    return {
+        "num_experts": experts, "moe_router_topk": top_k, "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": shared * width or None, "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": factor,
+        "moe_layer_freq": f"[0]*{dense}+[1]*{layers - dense}" if dense else "1",
+    }
 
 
 PRESETS: dict[str, Preset] = {
@@ -110,6 +128,61 @@ PRESETS: dict[str, Preset] = {
             128, 8, 0.001, moe_router_load_balancing_type="global_aux_loss", moe_ffn_hidden_size=768, kv_channels=128,
             qk_layernorm=True, norm_epsilon=1e-6))),
     }, **_LLAMA, seq_length=4096, vocab_size=151936, rotary_base=1e6),
+    # the dense ones; small ones have tied heads. Pretrained at 4,096 tokens, then at 32,768
+    **_release("Yang et al. 2025, arXiv:2505.09388, table 1, released weights", {
+        "qwen3-0.6b": (28, 1024, 16, 596_049_920, _gqa(8, 3072, untie_embeddings_and_output_weights=False)),
+        "qwen3-1.7b": (28, 2048, 16, 1_720_574_976, _gqa(8, 6144, untie_embeddings_and_output_weights=False)),
+        "qwen3-4b": (36, 2560, 32, 4_022_468_096, _gqa(8, 9728, untie_embeddings_and_output_weights=False)),
+        "qwen3-8b": (36, 4096, 32, 8_190_735_360, _gqa(8, 12288)),
+        "qwen3-14b": (40, 5120, 40, 14_768_307_200, _gqa(8, 17408)),
+        "qwen3-32b": (64, 5120, 64, 32_762_123_264, _gqa(8, 25600)),
+    }, **{**_LLAMA, "norm_epsilon": 1e-6}, seq_length=4096, vocab_size=151936, rotary_base=1e6, kv_channels=128,
+        qk_layernorm=True),
+    **_release("ByteDance Seed 2025, Seed-OSS 36B, released weights", {
+        "seed-oss-36b": (64, 5120, 80, 36_151_104_512, _gqa(8, 27648)),
+    }, **{**_LLAMA, "norm_epsilon": 1e-6}, seq_length=8192, vocab_size=155136, rotary_base=1e7, kv_channels=128,
+        add_qkv_bias=True),
+    **_release("Abdin et al. 2024, arXiv:2404.14219, released weights", {
+        "phi3-mini": (32, 3072, 32, 3_821_079_552, _gqa(None, 8192)),
+        "phi3-medium": (40, 5120, 40, 13_960_238_080, _gqa(10, 17920)),
+    }, **_LLAMA, seq_length=4096, vocab_size=32064, rotary_base=10000.0, window_size=2047),
+    **_release("Abdin et al. 2024, arXiv:2412.08905, released weights", {
+        "phi4-14b": (40, 5120, 40, 14_659_507_200, _gqa(10, 17920)),
+    }, **_LLAMA, seq_length=4096, vocab_size=100352, rotary_base=250000.0),
+    **_release("Lozhkov et al. 2024, arXiv:2402.19173, table 6, released weights", {
+        "starcoder2-3b": (30, 3072, 24, 3_030_371_328, _gqa(2, 12288, rotary_base=999999.4420358813)),
+        "starcoder2-7b": (32, 4608, 36, 7_173_923_840, _gqa(4, 18432, rotary_base=1e6)),
+        "starcoder2-15b": (40, 6144, 48, 15_957_889_024, _gqa(4, 24576, rotary_base=1e5,
+            untie_embeddings_and_output_weights=True)),
+    }, **_CLASSIC | {"position_embedding_type": "rope"}, **_NO_DROPOUT, seq_length=4096, vocab_size=49152,
+        window_size=4096, gelu_approximate="tanh"),
+    **_release("Muralidharan et al. 2024, arXiv:2407.14679, released weights", {
+        "minitron-4b": (32, 3072, 24, 4_190_509_056, _gqa(8, 9216, kv_channels=128)),
+    }, **_NEMOTRON, seq_length=4096, vocab_size=256000),
+    **_release("Nvidia 2024, arXiv:2406.11704, table 1, released weights", {
+        "nemotron4-340b": (96, 18432, 96, 341_029_195_776, _gqa(8, 73728)),
+    }, **_NEMOTRON, seq_length=4096, vocab_size=256000),
+    **_release("Baidu 2025, ERNIE 4.5, released weights", {
+        "ernie4.5-0.3b": (18, 1024, 16, 360_748_032, _gqa(2, 3072)),
+    }, **{**_LLAMA, "untie_embeddings_and_output_weights": False}, seq_length=8192, vocab_size=103424,
+        rotary_base=500000.0, kv_channels=128),
+    # without multi-token prediction
+    **_release("GLM-4.5 Team 2025, arXiv:2508.06471, table 1, released weights", {
+        "glm4.5-air": (46, 4096, 96, 106_852_245_504, _gqa(8, 10944, **_sigmoid(128, 8, 1, 1408, 46, 1))),
+        "glm4.5": (92, 5120, 96, 352_797_814_784, _gqa(8, 12288, qk_layernorm=True, **_sigmoid(160, 8, 1, 1536, 92, 3, 2.5))),
+    }, **_LLAMA, seq_length=4096, vocab_size=151552, rotary_base=1e6, rotary_percent=0.5, kv_channels=128,
+        add_qkv_bias=True),
+    **_release("rednote-hilab 2025, arXiv:2506.05767, released weights", {
+        "dots.llm1": (62, 4096, 32, 142_774_373_888, _gqa(None, 10944, qk_layernorm=True, **_sigmoid(128, 6, 2, 1408, 62, 1, 2.5))),
+    }, **{**_LLAMA, "norm_epsilon": 1e-5}, seq_length=8192, vocab_size=152064, rotary_base=1e7),
+    **_release("MiniMax 2025, MiniMax-M2, released weights", {
+        "minimax-m2": (62, 3072, 48, 228_689_748_992, _gqa(8, 1536, qk_layernorm=True, qk_layernorm_scope="all",
+                                              **_sigmoid(256, 8, 0, 1536, 62, 0))),
+    }, **{**_LLAMA, "norm_epsilon": 1e-6}, seq_length=8192, vocab_size=200064, rotary_base=5e6, rotary_percent=0.5,
+        kv_channels=128),
+    **_release("Upstage 2025, Solar-Open 100B, released weights", {
+        "solar-open-100b": (48, 4096, 64, 102_651_793_408, _gqa(8, 1280, **_sigmoid(128, 8, 1, 1280, 48, 0))),
+    }, **_LLAMA, seq_length=8192, vocab_size=196608, rotary_base=1e6, kv_channels=128),
     **_release("Muennighoff et al. 2024, arXiv:2409.02060, released weights", {
         "olmoe-1b-7b": (16, 2048, 16, 6_919_161_856, _gqa(None, 1024, **_experts(
             64, 8, 0.01, moe_z_loss_coeff=0.001, moe_router_pre_softmax=True, qk_layernorm=True,

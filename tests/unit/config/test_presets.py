@@ -37,25 +37,32 @@ def test_the_number_is_about_that_of_a_paper_that_rounds() -> None:
 
 
 def test_the_width_of_a_head() -> None:
-    """No parameter count shows it: 64 in GPT-2 and BERT, 128 in Llama; those of GPT-3 and Pythia vary."""
-    others = {"gpt-760m": 96, "gpt-1.3b": 128, "gpt-2.7b": 80, "gpt-6.7b": 128, "gpt-13b": 128, "gpt-175b": 128, "llama-1b": 64}
-    others |= {"mistral-7b": 128, "pythia-1.4b": 128, "pythia-6.9b": 128}
-    others |= {"mixtral-8x7b": 128, "qwen3-30b-a3b": 128, "olmoe-1b-7b": 128}
+    """No parameter count shows it: 64 in GPT-2, BERT and small ones, 96 and 80 in two models of the table, else 128."""
+    others = {"gpt-760m": 96, "gpt-2.7b": 80, "phi3-mini": 96, "nemotron4-340b": 192}
+    of_64 = {"gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1.5b", "gpt-125m", "gpt-350m", "llama-1b", "pythia-70m", "pythia-160m"}
     for name, preset in PRESETS.items():
-        assert ModelConfig(**preset.flags).head_dim == others.get(name, 128 if "llama" in name else 64), name
+        usual = 64 if name in of_64 or preset.family == "bert" else 128
+        assert ModelConfig(**preset.flags).head_dim == others.get(name, usual), name
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_number_is_that_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every parameter of one and of two layers is made, without storage, and the others are as the second."""
+    """Every parameter of one layer of each kind is made, without storage, and the others are as these."""
     monkeypatch.setattr(layers, "draw_normal", lambda shape, *_: torch.empty(shape, device="meta"))
     preset = PRESETS[name]
     config = ModelConfig(**preset.flags, model_family=preset.family, make_vocab_size_divisible_by=1)
     make = bert.BertModel if preset.family == "bert" else gpt.GPTModel
-    with torch.device("meta"):
-        models = [make(dataclasses.replace(config, num_layers=n), KernelConfig(), seed=1, dtype=torch.bfloat16) for n in (1, 2)]
-    one, two = (sum(p.numel() for p in model.parameters()) for model in models)
-    assert one + (config.num_layers - 1) * (two - one) == preset.num_params == count_parameters(config)
+    with_experts = [layer in config.expert_layers(config.num_layers) for layer in range(config.num_layers)]
+
+    def size(*kinds: bool) -> int:
+        pattern = {"moe_layer_freq": f"[{','.join(str(int(kind)) for kind in kinds)}]"} if config.has_experts else {}
+        with torch.device("meta"):
+            small = dataclasses.replace(config, num_layers=len(kinds), **pattern)
+            return sum(p.numel() for p in make(small, KernelConfig(), seed=1, dtype=torch.bfloat16).parameters())
+
+    first = with_experts[0]
+    more = {kind: size(first, kind) - size(first) for kind in set(with_experts)}
+    assert size(first) + sum(more[kind] for kind in with_experts[1:]) == preset.num_params == count_parameters(config)
 
 
 @pytest.mark.parametrize("flags", [{"bert_no_binary_head": True}, {"num_tokentypes": 0}, {"normalization": "RMSNorm"}])
