@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.convert_models import Tensors
 from test_convert_experts import assert_near, ours
 from test_convert_transformers import llama_fields, no_network, saved  # noqa: F401
@@ -24,7 +24,7 @@ from megatron_sp.convert.model import Options, parameter_shapes
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.schedule.verify.copies import Float64Mode, one_expert_at_a_time
-from megatron_sp.utils.errors import EXIT_OK
+from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
@@ -157,3 +157,35 @@ def test_there_and_back(tmp_path: Path, name: str, seed: int, capsys: pytest.Cap
     first, second = (load_file(f / "model.safetensors") for f in (folder, back))
     assert first.keys() == second.keys() and all(torch.equal(first[own], second[own]) for own in first)
     assert (back / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+@pytest.mark.parametrize(("name", "config", "words"), [
+    ("Qwen3", {"layer_types": ["sliding_attention"] * 9}, "layer_types has 9 entries"),
+    ("Qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "rope_type is 'yarn'"),
+    ("Arcee", {"hidden_act": "silu"}, "hidden_act is 'silu': only relu2 can be converted"),
+    ("Phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is 'longrope'"),
+    ("Nemotron", {"hidden_act": "gelu"}, "hidden_act is 'gelu': only relu2"),
+    ("Glm4Moe", {"norm_topk_prob": False}, "norm_topk_prob is 'False', which leaves the weights of experts as they are"),
+    ("Glm4Moe", {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "moe_router_topk is 1, whose weight is 1 there"),
+    ("Glm4Moe", {"n_group": 3, "topk_group": 1}, "4 experts of 2 groups can be converted"),
+    ("Glm4Moe", {"first_k_dense_replace": 3}, "leaves no layer with experts"),
+    ("Dots1", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+    ("Dots1", {"layer_types": ["sliding_attention"] * 3}, "only 'full_attention' can be converted"),
+    ("MiniMaxM2", {"router_jitter_noise": 0.1}, "router_jitter_noise is '0.1'"),
+    ("HYV3", {"mlp_layer_types": ["dense", "moe", "sparse"]}, "mlp_layer_types must give each of 3 layers 'dense' or 'sparse'"),
+])  # fmt: skip
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, config: dict[str, Any], words: str) -> None:
+    folder = saved(maker(name), 1, tmp_path / "theirs")
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | config))
+    code = main(["convert", "--input", str(folder), "--to", "megatron_sp", "--output", str(tmp_path / "run")])
+    assert code == EXIT_CHECKPOINT and words in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(maker("Glm4Moe"), 1, tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    save_file(tensors | {f"model.layers.{layers}.eh_proj.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    words = ["convert", "--input", str(folder), "--to", "megatron_sp", "--output", str(tmp_path / "run")]
+    assert main(words) == EXIT_OK and "a layer of multi-token prediction" in capsys.readouterr().err
