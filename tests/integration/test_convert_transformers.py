@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import KernelConfig
+from megatron_sp.config.schema_model import is_expert_bias
 from megatron_sp.convert import verify as sides
 from megatron_sp.convert.copies import Correspondence, Gathered
 from megatron_sp.convert.families import FAMILIES
@@ -174,14 +175,21 @@ def saved(make: Any, seed: int, folder: Path, dtype: torch.dtype = torch.float32
 def test_random_configurations_there_and_back(tmp_path: Path, make: Any, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Here and back: transformers on theirs, our model, transformers on what we write; in fp64 for every second one."""
     dtype = torch.float64 if seed % 2 else torch.float32
-    theirs, run, back = saved(make, seed, tmp_path / "theirs", dtype), tmp_path / "run", tmp_path / "back"
+    theirs = saved(make, seed, tmp_path / "theirs", dtype)
+    computed = "float64" if dtype == torch.float64 and make not in ROTARY else "float32"
+    assert_same_bits_there_and_back(theirs, tmp_path, computed, capsys)
+
+
+def assert_same_bits_there_and_back(theirs: Path, tmp_path: Path, computed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the same results by --verify on both ways, computed in this format of numbers."""
+    run, back = tmp_path / "run", tmp_path / "back"
     for source, kind, target in ((theirs, "megatron_sp", run), (run, "hf", back)):
         code = main(["convert", "--input", str(source), "--to", kind, "--output", str(target), "--verify"])
         told = capsys.readouterr().err
         assert code == EXIT_OK, told
         assert "verify: the same" in told
         assert f"transformers {transformers.__version__}" in told
-        assert f"in {'float64' if dtype == torch.float64 and make not in ROTARY else 'float32'}" in told
+        assert f"in {computed}" in told
     first, second = (load_file(folder / "model.safetensors") for folder in (theirs, back))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert (back / "config.json").read_text() == (theirs / "config.json").read_text()
@@ -229,7 +237,8 @@ def test_a_mistake_is_found_by_transformers_too(tmp_path: Path) -> None:
 def ours(model: Model) -> GPTModel:
     net = GPTModel(model.config, KernelConfig(), seed=0, dtype=torch.float64)
     with torch.no_grad():
-        for name, p in net.named_parameters():
+        biases = [(name, bias) for name, bias in net.named_buffers() if is_expert_bias(name)]
+        for name, p in [*net.named_parameters(), *biases]:
             found = model.store.read(name)
             assert found.shape == p.shape or name.startswith(("embedding", "output_layer"))
             p.zero_()[: len(found)].copy_(found)
@@ -246,20 +255,27 @@ def test_logits_and_every_gradient_are_those_of_transformers(tmp_path: Path, mak
         stacked = {name: t.contiguous() for name, t in net.state_dict().items() if name not in tied}
         save_file(stacked, folder / "model.safetensors")
         assert any("experts.gate_up_proj" in name for name in load_file(folder / "model.safetensors"))
+    assert_same_gradients(folder, type(make(random.Random(seed))), seed)
+
+
+def assert_same_gradients(folder: Path, kind: Any, seed: int) -> None:
+    """Logits and every gradient, in fp64, of a folder that a class of transformers has written."""
     model = FORMATS["hf"].read(folder, Options())
     mine, config = ours(model), model.config
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(41, (3, 13), generator=generator)
-    weights = torch.randn(3, 13, 41, generator=generator, dtype=torch.float64)
-    logits = mine.logits(mine.hidden(tokens, ForwardContext(AttentionMask(causal=True)))).transpose(0, 1)[..., :41]
+    words, generator = config.vocab_size or 0, torch.Generator().manual_seed(seed)
+    tokens = torch.randint(words, (3, 13), generator=generator)
+    weights = torch.randn(3, 13, words, generator=generator, dtype=torch.float64)
+    logits = mine.logits(mine.hidden(tokens, ForwardContext(AttentionMask(causal=True, window=config.window_size))))
+    logits = logits.transpose(0, 1)[..., :words]
     (logits * weights).sum().backward()
     with Float64Mode():
-        net = type(make(random.Random(seed))).from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        net = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         one_expert_at_a_time(net)
         theirs = net(input_ids=tokens).logits
         (theirs * weights).sum().backward()
     assert_near(logits, theirs, "logits")
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
+    grads |= {name: torch.zeros_like(b) for name, b in net.named_buffers() if "bias" in name}
     family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
     correspondence = Correspondence.of(parameter_shapes(config), family.copies(config, 0))
     expected = Gathered(correspondence, renamed(Tensors(grads), family)[0])
