@@ -169,11 +169,13 @@ PRESETS: dict[str, Preset] = {
     # without multi-token prediction
     **_release("GLM-4.5 Team 2025, arXiv:2508.06471, table 1, released weights", {
         "glm4.5-air": (46, 4096, 96, 106_852_245_504, _gqa(8, 10944, **_sigmoid(128, 8, 1, 1408, 46, 1))),
-        "glm4.5": (92, 5120, 96, 352_797_814_784, _gqa(8, 12288, qk_layernorm=True, **_sigmoid(160, 8, 1, 1536, 92, 3, 2.5))),
+        "glm4.5": (92, 5120, 96, 352_797_814_784, _gqa(
+            8, 12288, qk_layernorm=True, **_sigmoid(160, 8, 1, 1536, 92, 3, 2.5))),
     }, **_LLAMA, seq_length=4096, vocab_size=151552, rotary_base=1e6, rotary_percent=0.5, kv_channels=128,
         add_qkv_bias=True),
     **_release("rednote-hilab 2025, arXiv:2506.05767, released weights", {
-        "dots.llm1": (62, 4096, 32, 142_774_373_888, _gqa(None, 10944, qk_layernorm=True, **_sigmoid(128, 6, 2, 1408, 62, 1, 2.5))),
+        "dots.llm1": (62, 4096, 32, 142_774_373_888, _gqa(
+            None, 10944, qk_layernorm=True, **_sigmoid(128, 6, 2, 1408, 62, 1, 2.5))),
     }, **{**_LLAMA, "norm_epsilon": 1e-5}, seq_length=8192, vocab_size=152064, rotary_base=1e7),
     **_release("MiniMax 2025, MiniMax-M2, released weights", {
         "minimax-m2": (62, 3072, 48, 228_689_748_992, _gqa(8, 1536, qk_layernorm=True, qk_layernorm_scope="all",

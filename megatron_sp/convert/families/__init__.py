@@ -15,8 +15,8 @@ from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import CheckpointError
 
 _ALL = (
-    GPT2, Llama, Mistral, Qwen2, GPTNeoX, Mixtral, Qwen3Moe, Olmoe, Qwen3, SeedOss, Arcee, Ernie, Phi3, Starcoder2, Nemotron,
-    Glm4Moe, Dots1, SolarOpen, MiniMaxM2, HunYuan3, Bert, MegatronBert,
+    GPT2, Llama, Mistral, Qwen2, GPTNeoX, Mixtral, Qwen3Moe, Olmoe, Qwen3, SeedOss, Arcee, Ernie, Phi3, Starcoder2,
+    Nemotron, Glm4Moe, Dots1, SolarOpen, MiniMaxM2, HunYuan3, Bert, MegatronBert,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family() for family in _ALL}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.config.schema_model import MOST_LAYERS
@@ -147,15 +147,17 @@ class Llama(Family):
 
     model_type, prefix, name, is_tied = "llama", "model.", "Llama", False
     ignored: Mapping[str, str] = {r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": _FREQUENCIES}
-    entries = (*SIZES, Entry("max_position_embeddings", "seq_length", 2048), _DROPOUT)
+    entries: tuple[Entry, ...] = (*SIZES, Entry("max_position_embeddings", "seq_length", 2048), _DROPOUT)
     wants: Mapping[str, Any] = {}  # what fields must be in this family
     free: tuple[str, ...] = ()  # fields that may be anything in this family
     groups_if_absent: int | None = None  # key/value heads where the entry is missing; None: as many as query heads
     head_dim_if_absent: int | None = None  # None: hidden size / heads
     share_if_absent: float | None = None  # rotated part of a head; None: all of it, always
     turns_pairs = False  # rotary positions turn neighbouring channels, not one of each half
-    normalization, norms, eps_entry = "RMSNorm", (WEIGHT,), "rms_norm_eps"
-    activation, acts = "swiglu", ("silu", "swish")  # ours, and its names in files
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    eps_entry, activation = "rms_norm_eps", "swiglu"
+    norms: tuple[str, ...] = (WEIGHT,)  # the tensors of a norm
+    acts: tuple[str, ...] = ("silu", "swish")  # names of the activation in files
     eps_if_absent, theta_if_absent = 1e-6, 10000.0
 
     def complete(self, config: ModelConfig, settings: Settings, tensors: Tensors) -> None:

@@ -152,7 +152,7 @@ class Nemotron(Llama):
 
 
 class _SigmoidExperts(Experts):
-    """Experts by sigmoid scores with a bias that is added for the choice alone, and perhaps shared ones (DeepSeek-V3)."""
+    """Experts by sigmoid scores with a bias for the choice alone, and perhaps shared ones (DeepSeek-V3)."""
 
     num_experts, expert_width, aux_coeff = "n_routed_experts", "moe_intermediate_size", 0.0
     bias, shared, scaling, num_shared = (
@@ -161,7 +161,8 @@ class _SigmoidExperts(Experts):
         "routed_scaling_factor",
         "n_shared_experts",
     )
-    dense_first_if_absent, qk_norms, o_has_bias = 1, True, False
+    dense_first_if_absent, o_has_bias = 1, False
+    qk_norms: bool | None = True  # None: some have them
     wants: Mapping[str, Any] = {
         "has_experts": True, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
         "mlp_bias": False,
@@ -172,7 +173,7 @@ class _SigmoidExperts(Experts):
         config.moe_router_score_function, config.moe_router_enable_expert_bias = "sigmoid", True
         attention = settings.get("attention_bias", bool, False)
         set_biases(config, attention=attention, proj=attention and self.o_has_bias, mlp=False)
-        config.qk_layernorm = self.qk_norms
+        config.qk_layernorm = bool(self.qk_norms)
         shared = settings.get(self.num_shared, int, 0) if self.num_shared else 0
         config.moe_shared_expert_intermediate_size = shared * config.expert_ffn_size or None
         factor = settings.get(self.scaling, float, 1.0) if self.scaling else 1.0
@@ -209,7 +210,8 @@ class _SigmoidExperts(Experts):
         if list(has) != list(range(layers - len(has), layers)):
             return f"layers {', '.join(map(str, has))[:60]} of {layers} have experts, not all from a first one on"
         if config.shared_expert_size % config.expert_ffn_size:
-            return f"the shared expert is {config.shared_expert_size} wide, which is no multiple of {config.expert_ffn_size}"
+            size, of_each = config.shared_expert_size, config.expert_ffn_size
+            return f"the shared expert is {size} wide, which is no multiple of {of_each}"
         return None
 
     def wanted(self, config: ModelConfig) -> dict[str, Any]:
@@ -258,7 +260,7 @@ class Glm4Moe(_SigmoidExperts):
     """GLM-4.5 to 4.7, without their layers of multi-token prediction."""
 
     model_type, name, share_if_absent, eps_if_absent, groups_if_absent = "glm4_moe", "Glm4Moe", 0.5, 1e-5, 8
-    qk_norms = None  # some have them
+    qk_norms = None
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         settings.require("norm_topk_prob", True, "leaves the weights of experts as they are")
@@ -277,8 +279,8 @@ class Dots1(_SigmoidExperts):
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         if not settings.get("norm_topk_prob", bool, False):
-            raise CheckpointError(f"{settings.where}: norm_topk_prob is false, which leaves the weights of experts as they"
-                                  " are: only true can be converted")  # fmt: skip
+            raise CheckpointError(f"{settings.where}: norm_topk_prob is false, which leaves the weights of experts as"
+                                  " they are: only true can be converted")  # fmt: skip
         kinds_of = set(settings.get("layer_types", list, []))
         if kinds_of - {"full_attention"}:
             raise CheckpointError(f"{settings.where}: layer_types has {str(sorted(map(str, kinds_of)))[:100]}: only"
