@@ -103,14 +103,16 @@ def maker(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 21))])
+@pytest.mark.parametrize(
+    "seed", [5, 9, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 21) if seed not in (5, 9))]
+)  # 5 and 9: several key heads, each with several queries
 def test_logits_and_every_gradient_are_those_of_transformers(tmp_path: Path, name: str, seed: int) -> None:
     folder = saved(maker(name), seed, tmp_path / "theirs", torch.float64)
     assert_same_gradients(folder, getattr(transformers, f"{name}ForCausalLM"), seed)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 24))])
+@pytest.mark.parametrize("seed", [11, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24) if seed != 11)])
 def test_random_configurations_there_and_back(tmp_path: Path, name: str, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert_same_bits_there_and_back(saved(maker(name), seed, tmp_path / "theirs"), tmp_path, "float32", capsys)
 

@@ -171,7 +171,9 @@ def saved(make: Any, seed: int, folder: Path, dtype: torch.dtype = torch.float32
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 1, 2, 3, 5, 6, 7))])
+@pytest.mark.parametrize(
+    "seed", [5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 1, 2, 3, 4, 6, 7))]
+)  # 5: several key heads, each with several queries
 def test_random_configurations_there_and_back(tmp_path: Path, make: Any, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Here and back: transformers on theirs, our model, transformers on what we write; in fp64 for every second one."""
     dtype = torch.float64 if seed % 2 else torch.float32
@@ -246,7 +248,7 @@ def ours(model: Model) -> GPTModel:
 
 
 @pytest.mark.parametrize("make", EXPERTS)
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 9))])
+@pytest.mark.parametrize("seed", [5, 6, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3, 4, 7, 8))])
 def test_logits_and_every_gradient_are_those_of_transformers(tmp_path: Path, make: Any, seed: int) -> None:
     folder = saved(make, seed, tmp_path / "theirs", torch.float64)
     if seed % 2:  # as transformers stacks them in memory

@@ -209,10 +209,11 @@ class _SigmoidExperts(Experts):
         layers, has = config.num_layers or 0, config.expert_layers(config.num_layers or 0)
         if list(has) != list(range(layers - len(has), layers)):
             return f"layers {', '.join(map(str, has))[:60]} of {layers} have experts, not all from a first one on"
-        if config.shared_expert_size % config.expert_ffn_size:
-            size, of_each = config.shared_expert_size, config.expert_ffn_size
-            return f"the shared expert is {size} wide, which is no multiple of {of_each}"
-        return None
+        return self._of_shared(config)
+
+    def _of_shared(self, config: ModelConfig) -> str | None:
+        size, of_each = config.shared_expert_size, config.expert_ffn_size
+        return f"the shared expert is {size} wide, which is no multiple of {of_each}" if size % of_each else None
 
     def wanted(self, config: ModelConfig) -> dict[str, Any]:
         qk = config.qk_layernorm if self.qk_norms is None else self.qk_norms
@@ -360,7 +361,7 @@ class HunYuan3(_SigmoidExperts):
         return [kind == "sparse" for kind in types]
 
     def _of_layers(self, config: ModelConfig) -> str | None:
-        return None if config.shared_expert_size % config.expert_ffn_size == 0 else super()._of_layers(config)
+        return self._of_shared(config)  # any layers may have experts
 
     def more_entries(self, config: ModelConfig) -> dict[str, Any]:
         layers = config.num_layers or 0
